@@ -1,0 +1,33 @@
+# Every target makes what it needs: a virtual environment in .venv, filled once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 2
+export TOKENIZERS_PARALLELISM ?= false
+export WANDB_MODE ?= offline
+
+.PHONY: quickstart test check bench clean
+
+$(VENV)/.installed-base: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+quickstart: $(VENV)/.installed-base  ## Improve the embedded model with GRPO, and draw what happened.
+	$(BIN)/python scripts/quickstart.py
+
+test: $(VENV)/.installed-dev  ## Run every test.
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev  ## Format, style, types and layers.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) runs build dist

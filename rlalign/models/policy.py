@@ -1,0 +1,220 @@
+"""The language model being trained, and the frozen one it is measured against."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlalign.assets import resolve
+from rlalign.models.scoring import TokenScores, token_scores
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class PolicyConfig:
+    """Which model to train, and which part of it."""
+
+    model: str = "embedded"
+    """Folder or hub name of a causal language model; ``embedded`` is the small arithmetic model that comes with rlalign."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters; 0 trains all weights."""
+    lora_alpha: float = 32.0
+    """Scale of the adapters: their output is multiplied by ``lora_alpha / lora_rank``."""
+    lora_dropout: float = 0.0
+    """Dropout before the adapters, active in the gradient pass only."""
+    lora_targets: list[str] | str = "all-linear"
+    """Names of the layers that get an adapter."""
+    adapter: str | None = None
+    """Folder of a trained LoRA adapter to continue from; it is also the reference."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the stored weights. Full training needs float32 (small updates vanish in bfloat16); a frozen LoRA base does not."""
+    dropout: bool = False
+    """Leave the model's own dropout on in the gradient pass."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    attn_implementation: str = "sdpa"
+    """Attention kernel of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` ..."""
+    tf32: bool = False
+    """Let float32 matrix products use TensorFloat-32 on GPUs that have it."""
+    chunk_tokens: int = 1024
+    """Positions whose logits exist at once."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the weights."""
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0 or self.chunk_tokens < 1:
+            raise ValueError(
+                f"lora_rank must be >= 0 and chunk_tokens >= 1, got {self.lora_rank} and {self.chunk_tokens}."
+            )
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout must be in [0, 1), got {self.lora_dropout}.")
+        if self.dtype == "bfloat16" and not self.uses_lora:
+            raise ValueError(
+                "policy.dtype=bfloat16 trains bfloat16 weights, which small updates do not move: use float32 weights with "
+                "--trainer.precision=bf16-mixed, or LoRA (policy.lora_rank) on a bfloat16 base."
+            )
+
+    @property
+    def uses_lora(self) -> bool:
+        """Whether only adapters are trained."""
+        return self.lora_rank > 0 or self.adapter is not None
+
+
+def load_model(config: PolicyConfig) -> PreTrainedModel:
+    """The causal language model named in the configuration, in evaluation mode.
+
+    Raises:
+        FileNotFoundError: If the name looks like a folder but is none.
+    """
+    path = resolve(config.model)
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not (Path(path).expanduser() / "config.json").is_file():
+        raise FileNotFoundError(
+            f"policy.model={config.model}: no config.json in that folder. Give a folder that save_pretrained wrote, a name on the "
+            "Hugging Face hub, or 'embedded'."
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        str(Path(path).expanduser()) if looks_local else path,
+        dtype=DTYPES[config.dtype],
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return model.eval()
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward pass is the scoring of given tokens.
+
+    Everything that computes goes through ``forward``, so that DDP, FSDP2 and DeepSpeed see it. The model is always in
+    evaluation mode, except for the dropout that the configuration asks for, in the gradient pass.
+
+    Args:
+        config: Which model.
+        with_reference: Keep what is needed to score under the frozen starting point.
+        seed: Decides the first weights of new adapters.
+    """
+
+    def __init__(self, config: PolicyConfig, with_reference: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        if config.tf32:
+            torch.set_float32_matmul_precision("high")
+        base = load_model(config)
+        self.reference: PreTrainedModel | None = None
+        self.lm: PreTrainedModel | PeftModel
+        if config.adapter is not None:
+            self.lm = PeftModel.from_pretrained(base, config.adapter, is_trainable=True, torch_device="cpu")
+            if with_reference:
+                self.lm.load_adapter(config.adapter, "reference", is_trainable=False, torch_device="cpu")
+        elif config.lora_rank:
+            lora = LoraConfig(
+                r=config.lora_rank,
+                lora_alpha=cast(int, config.lora_alpha),
+                lora_dropout=config.lora_dropout,
+                target_modules=config.lora_targets,
+                task_type="CAUSAL_LM",
+            )
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                self.lm = get_peft_model(base, lora)
+        else:
+            self.lm = base
+            if with_reference:
+                self.reference = copy.deepcopy(base).requires_grad_(False)
+        self.lm.eval()
+        self.has_reference = with_reference
+        if config.activation_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._check_scores()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers model, with its adapters inside if it has any."""
+        return self.lm.get_base_model() if isinstance(self.lm, PeftModel) else self.lm
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor,
+        temperature: float = 1.0,
+        reference: bool = False,
+    ) -> TokenScores:
+        """Log-probabilities and entropies of the response tokens; see :func:`token_scores`.
+
+        Args:
+            input_ids: Prompt and response, ``[B, P + T]``.
+            attention_mask: True on real tokens, ``[B, P + T]``.
+            response_mask: True on the tokens to score, ``[B, T]``.
+            temperature: Of the distribution.
+            reference: Score under the frozen starting point instead; never differentiated.
+        """
+        arguments = (input_ids, attention_mask, response_mask, temperature, self.config.chunk_tokens)
+        if reference:
+            with torch.no_grad(), self._as_reference() as model:
+                return token_scores(model, *arguments)
+        with self._gradient_mode() if torch.is_grad_enabled() else nullcontext():
+            return token_scores(self.model, *arguments)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[PreTrainedModel]:
+        if not self.has_reference:
+            raise RuntimeError("This policy was built without a reference; build it with with_reference=True.")
+        if self.reference is not None:
+            yield self.reference
+        elif self.config.adapter is not None:
+            adapters = cast(PeftModel, self.lm).base_model
+            adapters.set_adapter("reference", inference_mode=True)
+            try:
+                yield self.model
+            finally:
+                adapters.set_adapter("default", inference_mode=False)
+        else:
+            with cast(PeftModel, self.lm).disable_adapter():
+                yield self.model
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether the gradient pass draws random numbers."""
+        return self.config.dropout or self.config.lora_dropout > 0
+
+    @contextmanager
+    def _gradient_mode(self) -> Iterator[None]:
+        """Evaluation mode but for the dropout asked for and for activation checkpointing, which looks at ``training``."""
+        chosen = []
+        for name, module in self.lm.named_modules():
+            is_dropout = self.config.dropout or (self.config.lora_dropout > 0 and "lora_dropout" in name)
+            if is_dropout or (self.config.activation_checkpointing and isinstance(module, GradientCheckpointingLayer)):
+                module.training = True
+                chosen.append(module)
+        try:
+            yield
+        finally:
+            for module in chosen:
+                module.training = False
+
+    @torch.no_grad()
+    def _check_scores(self) -> None:
+        """Refuse an architecture whose logits are not what :func:`token_scores` takes them to be."""
+        model = self.model
+        if model.device.type == "meta":
+            return
+        ids = torch.arange(1, 9).remainder(model.config.get_text_config().vocab_size).unsqueeze(0)
+        mask = torch.ones_like(ids).bool()
+        got = token_scores(model, ids, mask, mask[:, 1:]).logprobs
+        logits = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[:, :-1].float()
+        want = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        if not torch.allclose(got, want, atol=1e-3 if self.config.dtype == "float32" else 0.1):
+            raise ValueError(
+                f"{type(model).__name__} does something to its logits that rlalign does not know (log-probabilities differ by "
+                f"{(got - want).abs().max():.3g}); add it to rlalign.models.scoring.adjust_logits."
+            )

@@ -1,0 +1,99 @@
+"""Log-probabilities and entropies of tokens, without ever holding the logits of a whole batch."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+class TokenScores(NamedTuple):
+    """What a policy thinks of given tokens; zero outside the mask."""
+
+    logprobs: Tensor
+    """``[B, T]``, nats, float32."""
+    entropy: Tensor
+    """Of the distribution each token was drawn from, ``[B, T]``, nats, float32."""
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """Positions that count real tokens only, so that left padding does not shift them, ``[B, L]``."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def adjust_logits(logits: Tensor, config: PretrainedConfig) -> Tensor:
+    """What some architectures do to the logits after the output layer (Granite, Cohere, Gemma)."""
+    if scaling := getattr(config, "logits_scaling", None):
+        logits = logits / scaling
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def head_scores(
+    hidden: Tensor, targets: Tensor, head: nn.Module, config: PretrainedConfig, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies, each ``[N]``, of ``targets [N]`` given final hidden states ``[N, H]``."""
+    logits = adjust_logits(head(hidden), config).float() / temperature
+    log_normalizer = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
+    # H = log Z - sum_v p_v l_v: one pass, no second tensor of log-probabilities.
+    entropy = log_normalizer - (torch.softmax(logits, -1) * logits).sum(-1)
+    return logprobs, entropy
+
+
+def token_scores(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    response_mask: Tensor,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> TokenScores:
+    """Scores of the response tokens, the last ``T`` columns of ``input_ids``.
+
+    The output layer sees only the positions in the mask, ``chunk_tokens`` of them at a time; with gradients, each chunk's
+    logits are computed again in the backward pass, so at most ``chunk_tokens x V`` logits exist at once.
+
+    Args:
+        model: A causal language model of transformers.
+        input_ids: Prompt and response, ``[B, P + T]``.
+        attention_mask: True on real tokens, ``[B, P + T]``.
+        response_mask: True on the tokens to score, ``[B, T]``.
+        temperature: Of the distribution; 0 (greedy) is scored at 1.
+        chunk_tokens: Positions a chunk.
+
+    Returns:
+        Log-probabilities and entropies, float32.
+
+    Raises:
+        ValueError: If the response is not shorter than the sequence (a first token has nothing to be predicted from).
+    """
+    num_tokens = response_mask.shape[1]
+    if num_tokens >= input_ids.shape[1]:
+        raise ValueError(f"{num_tokens} response tokens leave no prompt in sequences of {input_ids.shape[1]} tokens.")
+    hidden = model.base_model(
+        input_ids=input_ids,
+        attention_mask=attention_mask.long(),
+        position_ids=position_ids(attention_mask),
+        use_cache=False,
+    ).last_hidden_state[:, -num_tokens - 1 : -1]
+    keep = response_mask.bool()
+    any_token = keep.any()
+    # With nothing to score, one position keeps every parameter in the graph, with gradient zero.
+    picked = keep if any_token else torch.zeros_like(keep).index_fill_(1, torch.zeros(1, dtype=torch.long), True)
+    states, targets = hidden[picked], input_ids[:, -num_tokens:][picked]
+    head, temperature = model.get_output_embeddings(), temperature or 1.0
+    recompute = torch.is_grad_enabled() and len(targets) > chunk_tokens
+    parts = []
+    for part, target in zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+        arguments = (part, target, head, model.config, temperature)
+        parts.append(checkpoint(head_scores, *arguments, use_reentrant=False) if recompute else head_scores(*arguments))
+    scores = []
+    for values in zip(*parts, strict=True):
+        packed = torch.cat(values) if any_token else torch.cat(values) * 0
+        scores.append(packed.new_zeros(keep.shape).masked_scatter(picked, packed))
+    return TokenScores(*scores)

@@ -1,0 +1,35 @@
+"""What a reward is: any callable of an example and a response."""
+
+from typing import Any, Protocol
+
+
+class Response(str):
+    """The text of a response, which also knows how it was made.
+
+    A reward that needs only the text takes it as the string it is.
+
+    Attributes:
+        num_tokens: Tokens of the response, the end token included.
+        truncated: Whether the length limit cut it.
+        prefill: What the prompt already put into the mouth of the assistant (a ``<think>``, say).
+    """
+
+    num_tokens: int
+    truncated: bool
+    prefill: str
+
+    def __new__(cls, text: str, num_tokens: int = 0, truncated: bool = False, prefill: str = "") -> "Response":
+        """Make the string and hang its attributes on it."""
+        self = super().__new__(cls, text)
+        self.num_tokens, self.truncated, self.prefill = num_tokens, truncated, prefill
+        return self
+
+    def __getnewargs__(self) -> tuple:
+        return str(self), self.num_tokens, self.truncated, self.prefill
+
+
+class Reward(Protocol):
+    """``reward(example, response)``: a number, or ``None`` where none can be given (the sample then leaves its group)."""
+
+    def __call__(self, example: dict[str, Any], response: str) -> float | None:
+        """Score one response to one example (a row of the data, every column of it)."""
