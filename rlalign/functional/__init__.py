@@ -1,0 +1,1 @@
+"""The maths: pure functions of tensors that depend on torch alone."""
