@@ -1,6 +1,6 @@
 """The one container that rollouts travel in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -51,6 +51,8 @@ class RolloutBatch:
     """Tokens in ``loss_mask`` of the whole optimizer step, over all minibatches and ranks."""
     step_sequences: float = 0.0
     """Rows with at least one such token in the whole optimizer step."""
+    statistics: dict[str, float] = field(default_factory=dict)
+    """Of the whole iteration, to be logged; on its first minibatch only."""
 
     def __len__(self) -> int:
         return len(self.rewards)
@@ -88,3 +90,76 @@ class RolloutBatch:
         token_fields["input_ids"] = self.input_ids[:, left : prompt_width + right]
         token_fields["attention_mask"] = self.attention_mask[:, left : prompt_width + right]
         return replace(self, **token_fields)
+
+    def emptied(self) -> "RolloutBatch":
+        """One row of one response token that the loss does not count: a minibatch for a rank without data."""
+        row = self[:1]
+        row.response_mask = torch.zeros_like(row.response_mask)
+        row.response_mask[:, 0] = True
+        row.loss_mask = torch.zeros_like(row.loss_mask)
+        return row.trimmed()
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One response and all that is known of it before it is put into a batch."""
+
+    prompt_index: int
+    sample_index: int
+    prompt_ids: Tensor
+    """``[p]``, int32."""
+    token_ids: Tensor
+    """``[t]``, int32, the end token included."""
+    logprobs: Tensor
+    """``[t]``, float32, under the sampler."""
+    truncated: bool
+    text: str
+    reward: float | None
+    """Weighted sum; ``None`` where a reward could not be computed."""
+    correct: bool
+    components: dict[str, float | None]
+
+
+def _pad(rows: Sequence[Tensor], width: int, left: bool, fill: float) -> Tensor:
+    out = torch.full((len(rows), width), fill, dtype=rows[0].dtype)
+    for i, row in enumerate(rows):
+        if left:
+            out[i, width - len(row) :] = row
+        else:
+            out[i, : len(row)] = row
+    return out
+
+
+def collate(rollouts: Sequence[Rollout], pad_id: int, temperature: float) -> RolloutBatch:
+    """Pad rollouts into one batch; the order is kept.
+
+    Masks come from recorded lengths and finish reasons, never from token ids: a padding id may also be an end token.
+    """
+    prompt_lengths = torch.tensor([len(r.prompt_ids) for r in rollouts])
+    lengths = torch.tensor([len(r.token_ids) for r in rollouts])
+    prompt_width, width = int(prompt_lengths.max()), int(lengths.max())
+    prompts = _pad([r.prompt_ids for r in rollouts], prompt_width, left=True, fill=pad_id)
+    responses = _pad([r.token_ids for r in rollouts], width, left=False, fill=pad_id)
+    response_mask = torch.arange(width) < lengths.unsqueeze(1)
+    prompt_mask = torch.arange(prompt_width) >= (prompt_width - prompt_lengths).unsqueeze(1)
+    valid = torch.tensor([r.reward is not None for r in rollouts])
+    return RolloutBatch(
+        input_ids=torch.cat([prompts, responses], 1).long(),
+        attention_mask=torch.cat([prompt_mask, response_mask], 1),
+        response_mask=response_mask,
+        loss_mask=response_mask & valid.unsqueeze(1),
+        prompt_index=torch.tensor([r.prompt_index for r in rollouts]),
+        sample_index=torch.tensor([r.sample_index for r in rollouts]),
+        truncated=torch.tensor([r.truncated for r in rollouts]),
+        rewards=torch.tensor([r.reward or 0.0 for r in rollouts], dtype=torch.float32),
+        valid=valid,
+        correct=torch.tensor([r.correct for r in rollouts]),
+        components={
+            name: torch.tensor(
+                [float("nan") if (v := r.components[name]) is None else v for r in rollouts], dtype=torch.float32
+            )
+            for name in rollouts[0].components
+        },
+        sampler_logprobs=_pad([r.logprobs for r in rollouts], width, left=False, fill=0.0),
+        temperature=temperature,
+    )

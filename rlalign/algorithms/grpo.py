@@ -1,0 +1,90 @@
+"""Group Relative Policy Optimization."""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rlalign.algorithms.base import RolloutModule
+from rlalign.functional.advantages import group_advantages
+from rlalign.functional.divergences import kl_k1, kl_k2, kl_k3
+from rlalign.functional.policy_losses import clip_fractions, clipped_surrogate, truncated_importance_weights
+from rlalign.functional.reductions import Reduction
+from rlalign.rollouts.batch import RolloutBatch
+
+KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+class GRPO(RolloutModule):
+    """PPO's clipped surrogate, with the rewards of a group of responses to one prompt for a baseline.
+
+    Defaults are those of DeepSeekMath (Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3 and section 4.1).
+
+    Args:
+        clip_low: Lower clipping range, as for all of these of :func:`~rlalign.functional.policy_losses.clipped_surrogate`.
+        clip_high: Upper clipping range.
+        dual_clip: Bound of the loss of a token with negative advantage, in units of the advantage; off by default.
+        scale_rewards: ``std`` divides by the group's standard deviation; ``none`` only centres (Dr. GRPO).
+        baseline: What is subtracted: the group's ``mean``, or that of the others (``leave_one_out``, RLOO).
+        kl_coef: Weight of the KL term; 0 neither keeps nor scores a reference.
+        kl_to: What the KL is to: the frozen ``reference``, or the ``old`` policy of this iteration.
+        kl_estimator: See :mod:`rlalign.functional.divergences` for what each one's gradient is.
+        entropy_coef: Weight of the entropy bonus.
+        reduction: See :class:`RolloutModule`.
+        kwargs: See :class:`RolloutModule`.
+    """
+
+    def __init__(
+        self,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        dual_clip: float | None = None,
+        scale_rewards: Literal["std", "none"] = "std",
+        baseline: Literal["mean", "leave_one_out"] = "mean",
+        kl_coef: float = 0.04,
+        kl_to: Literal["reference", "old"] = "reference",
+        kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+        entropy_coef: float = 0.0,
+        reduction: Reduction = "sequence",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(reduction=reduction, **kwargs)
+        self.clip_low, self.clip_high, self.dual_clip = clip_low, clip_high, dual_clip
+        self.scale_rewards, self.baseline = scale_rewards, baseline
+        self.kl_coef, self.entropy_coef = kl_coef, entropy_coef  # callbacks move these
+        self.kl_to, self.kl_estimator = kl_to, KL_ESTIMATORS[kl_estimator]
+        self.needs_reference = kl_coef > 0 and kl_to == "reference"
+
+    def advantages(self, rollouts: RolloutBatch, group_size: int) -> Tensor:
+        """Rewards against those of the group, ``[B, 1]``."""
+        advantages = group_advantages(
+            rollouts.rewards, group_size, rollouts.valid, scale=self.scale_rewards, baseline=self.baseline
+        )
+        return advantages.unsqueeze(1)
+
+    def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
+        """The loss of one minibatch."""
+        assert batch.advantages is not None
+        self.dropout_seed(batch_idx)
+        mask = batch.loss_mask
+        logprobs, entropy = self.score(batch)
+        # The policy that sampled is the current one where an iteration is a single step: the ratio is 1, its gradient is not 0.
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        ranges = (self.clip_low, self.clip_high, self.dual_clip)
+        loss = clipped_surrogate(logprobs, old, batch.advantages, mask, *ranges)
+        if self.importance_cap is not None and batch.sampler_logprobs is not None:
+            loss = loss * truncated_importance_weights(old, batch.sampler_logprobs, mask, self.importance_cap)
+        low, high = clip_fractions(logprobs.detach(), old, batch.advantages, mask, *ranges)
+        metrics = {"policy_loss": loss, "entropy": entropy, "clip_low": low.float(), "clip_high": high.float()}
+        metrics["kl_old"] = kl_k3(old, logprobs.detach())
+        anchor = batch.ref_logprobs if self.kl_to == "reference" else old
+        if anchor is not None:
+            kl = self.kl_estimator(logprobs, anchor)
+            metrics["kl_ref" if self.kl_to == "reference" else "kl_anchor"] = kl
+            if self.kl_coef:
+                loss = loss + self.kl_coef * kl
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * entropy
+        self.token_metrics(batch, loss=loss, **metrics)
+        self.log_mean({"train/advantage_abs": batch.advantages.abs().mean()}, len(batch))
+        return self.reduce(torch.where(mask, loss, 0.0), batch)

@@ -1,0 +1,334 @@
+"""Prompts -> responses -> rewards -> minibatches: what every algorithm that learns from rollouts shares."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlalign.functional.draws import fold_in
+from rlalign.models.policy import Policy
+from rlalign.rewards.base import Response
+from rlalign.rewards.suite import RewardSuite
+from rlalign.rollouts.batch import Rollout, RolloutBatch, collate
+from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
+from rlalign.rollouts.prompts import Prompt, PromptDataset, PromptSource, iteration_order, load_prompts
+from rlalign.rollouts.ranks import data_parallel, gather_objects
+from rlalign.rollouts.sampling.base import Sampler, SampleRequest, SamplingParams
+from rlalign.rollouts.sampling.local import LocalSampler
+from rlalign.rollouts.statistics import rollout_statistics
+from rlalign.rollouts.template import decode_response
+
+TRAIN, VALIDATE = 0, 1  # keys of two streams of random numbers
+
+
+class Learner(Protocol):
+    """What the data module asks of an algorithm."""
+
+    policy: Policy | None
+    tokenizer: PreTrainedTokenizerBase
+    max_rounds: int
+    """Most times that prompts are sampled to fill one iteration."""
+    partial_batch: Literal["keep", "fill"]
+    """Where the rounds end early: learn from what there is, or fill up with the groups that were turned down."""
+
+    def keep_groups(self, rollouts: RolloutBatch, group_size: int) -> Tensor:
+        """Which groups to learn from, ``[num_groups]``."""
+
+    def prepare(self, rollouts: RolloutBatch, group_size: int) -> RolloutBatch:
+        """Fill in the advantages, and take from the loss what must not count."""
+
+    def annotate(self, rollouts: RolloutBatch, num_steps: int, minibatch_size: int) -> RolloutBatch:
+        """Fill in the old and reference log-probabilities that the loss needs."""
+
+
+class RolloutDataModule(LightningDataModule):
+    """Owns the prompts, has the policy sample responses to them, scores these, and serves minibatches.
+
+    One epoch of the trainer is one iteration: sample with the current policy, then learn from minibatches. Prompts, sampling
+    and minibatches are functions of seed, iteration and item alone.
+
+    Args:
+        train: Prompts to learn from: a JSONL or Parquet file, a folder or hub name of ``datasets``, or a source.
+        val: Held-out prompts.
+        rewards: By name, callables ``reward(example, response) -> float | None``.
+        reward_weights: By name; 1 where not given.
+        correct: Name of the reward that tells right from wrong (right: at least 0.5); the first one by default.
+        sampling: How responses are drawn; ``max_new_tokens`` bounds them.
+        val_sampling: The same in validation; as in training by default.
+        sampler: What draws them.
+        prompts_per_iteration: Prompts an iteration, over all ranks.
+        group_size: Responses a prompt.
+        step_size: Sequences an optimizer step, over all ranks; all of an iteration by default.
+        minibatch_size: Sequences a forward pass and rank; by default what ``accumulate_grad_batches`` leaves.
+        num_passes: Passes over an iteration's rollouts.
+        val_samples: Responses a held-out prompt.
+        val_batch_size: Held-out prompts sampled at a time, on each rank.
+        val_limit: Use the first so many held-out prompts only.
+        columns: Where the data have other names: ``prompt``, ``answer`` -> name of the column.
+        system_prompt: Put before every prompt.
+        max_prompt_tokens: Longer prompts are dropped, and counted.
+        seed: Of prompts, sampling and minibatches; ``seed_everything`` by default.
+    """
+
+    def __init__(
+        self,
+        train: str | PromptSource,
+        rewards: dict[str, Callable[..., Any]],
+        val: str | PromptSource | None = None,
+        reward_weights: dict[str, float] | None = None,
+        correct: str | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (never changed)
+        val_sampling: SamplingParams | None = None,
+        sampler: Sampler | None = None,
+        prompts_per_iteration: int = 32,
+        group_size: int = 8,
+        step_size: int | None = None,
+        minibatch_size: int | None = None,
+        num_passes: int = 1,
+        val_samples: int = 1,
+        val_batch_size: int = 32,
+        val_limit: int | None = None,
+        columns: dict[str, str] | None = None,
+        system_prompt: str | None = None,
+        max_prompt_tokens: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        if group_size < 1 or prompts_per_iteration < 1:
+            raise ValueError(
+                f"group_size and prompts_per_iteration must be at least 1, got {group_size} and {prompts_per_iteration}."
+            )
+        self.train_source, self.val_source = train, val
+        self.rewards = RewardSuite(rewards, reward_weights, correct)
+        self.sampling, self.val_sampling = sampling, val_sampling or sampling
+        self.sampler: Any = sampler or LocalSampler()
+        self.prompts_per_iteration, self.group_size = prompts_per_iteration, group_size
+        self.step_size = step_size or prompts_per_iteration * group_size
+        self.minibatch_size = minibatch_size
+        self.num_passes = num_passes
+        self.val_samples, self.val_batch_size, self.val_limit = val_samples, val_batch_size, val_limit
+        self.columns, self.system_prompt, self.max_prompt_tokens = columns, system_prompt, max_prompt_tokens
+        self.seed = seed
+        self.end_iteration = False
+        """Set by a callback, alike on all ranks: the rest of the iteration's minibatches are empty."""
+        self.last_rollouts: list[Rollout] = []
+        """Of the newest iteration, for callbacks that show samples."""
+        self.train_prompts: PromptDataset | None = None
+        self.val_prompts: PromptDataset | None = None
+
+    # ---- prompts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def learner(self) -> Learner:
+        """The algorithm that is trained."""
+        assert self.trainer is not None
+        return self.trainer.lightning_module  # type: ignore[return-value]
+
+    def load(self, source: str | PromptSource, split: str, limit: int | None = None) -> PromptDataset:
+        """The prompts of a source, rendered and counted in tokens."""
+        return load_prompts(
+            source,
+            self.learner.tokenizer,
+            split=split,
+            columns=self.columns,
+            max_prompt_tokens=self.max_prompt_tokens,
+            system_prompt=self.system_prompt,
+            limit=limit,
+        )
+
+    def setup(self, stage: str) -> None:
+        """Load the prompts that the stage needs."""
+        if self.seed is None:
+            self.seed = torch.initial_seed() % 2**31
+        self.sampler.setup(self.learner.tokenizer)
+        if stage == "fit" and self.train_prompts is None:
+            self.train_prompts = self.load(self.train_source, "train")
+            if len(self.train_prompts) < self.prompts_per_iteration:
+                raise ValueError(
+                    f"data.prompts_per_iteration={self.prompts_per_iteration} is more than the {len(self.train_prompts)} prompts "
+                    f"of {self.train_source}."
+                )
+        if self.val_source is not None and self.val_prompts is None:
+            self.val_prompts = self.load(self.val_source, "test", self.val_limit)
+        if stage != "fit" and self.val_prompts is None:
+            raise ValueError(f"{stage} needs held-out prompts: give data.val.")
+
+    # ---- sampling ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sample(self, prompts: list[tuple[Prompt, int]], params: SamplingParams, *keys: int) -> list[Rollout]:
+        """One scored response to each pair of prompt and sample number, in order.
+
+        Args:
+            prompts: Prompts with the number of the sample to draw; samples of a prompt are adjacent.
+            params: How to draw.
+            keys: With the run's seed, what the random numbers are a function of.
+        """
+        if not prompts:
+            return []
+        assert self.trainer is not None and self.seed is not None
+        learner = self.learner
+        seed = fold_in(self.seed, *keys)
+        requests = [SampleRequest(prompt.ids, prompt.index, sample, seed) for prompt, sample in prompts]
+        with self.trainer.precision_plugin.forward_context():
+            self.sampler.sync(learner.policy)
+            completions = self.sampler.sample(requests, params)
+        responses = [
+            Response(
+                decode_response(learner.tokenizer, c.token_ids),
+                num_tokens=len(c.token_ids),
+                truncated=c.finish_reason == "length",
+                prefill=prompt.prefill,
+            )
+            for c, (prompt, _) in zip(completions, prompts, strict=True)
+        ]
+        scores = self.rewards([prompt.example for prompt, _ in prompts], responses)
+        return [
+            Rollout(
+                prompt_index=prompt.index,
+                sample_index=sample,
+                prompt_ids=torch.tensor(prompt.ids, dtype=torch.int32),
+                token_ids=torch.tensor(completion.token_ids, dtype=torch.int32),
+                logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
+                truncated=response.truncated,
+                text=str(response),
+                reward=scores.total[i],
+                correct=scores.correct[i],
+                components={name: values[i] for name, values in scores.components.items()},
+            )
+            for i, ((prompt, sample), completion, response) in enumerate(
+                zip(prompts, completions, responses, strict=True)
+            )
+        ]
+
+    def _sample_round(self, indices: list[int], iteration: int) -> list[Rollout]:
+        """All ranks' rollouts of these prompts, in the order of prompts; each rank samples its share."""
+        assert self.trainer is not None and self.train_prompts is not None
+        rank, num_ranks = data_parallel(self.trainer)
+        mine = list(range(len(indices)))[rank::num_ranks]
+        prompts = [(self.train_prompts[indices[slot]], s) for slot in mine for s in range(self.group_size)]
+        drawn = self.sample(prompts, self.sampling, TRAIN, iteration)
+        keys = [(slot, s) for slot in mine for s in range(self.group_size)]
+        merged = {k: r for part in gather_objects(list(zip(keys, drawn, strict=True))) for k, r in part}
+        return [merged[key] for key in sorted(merged)]
+
+    def collect(self, iteration: int) -> RolloutBatch:
+        """Sample until the iteration is full of groups that the algorithm keeps; its rollouts, on the CPU of every rank."""
+        assert self.train_prompts is not None and self.seed is not None
+        learner, size, wanted = self.learner, self.group_size, self.prompts_per_iteration
+        started = time.perf_counter()
+        order = iteration_order(len(self.train_prompts), iteration, wanted, self.seed)
+        kept: list[Rollout] = []
+        refused: list[Rollout] = []
+        sampled: list[Rollout] = []
+        rounds = 0
+        while len(kept) < wanted * size and rounds < learner.max_rounds:
+            indices = order[rounds * wanted : (rounds + 1) * wanted]
+            if not indices:
+                break
+            part = self._sample_round(indices, iteration)
+            sampled += part
+            keep = learner.keep_groups(self._collate(part), size).tolist()
+            for group, kept_group in enumerate(keep):
+                (kept if kept_group else refused).extend(part[group * size : (group + 1) * size])
+            rounds += 1
+        missing = wanted * size - len(kept)
+        if missing > 0 and (learner.partial_batch == "fill" or not kept):
+            kept += refused[:missing]
+        kept = kept[: wanted * size]
+        self.last_rollouts = sampled
+        rollouts = self._collate(kept)
+        rollouts.statistics = {
+            **rollout_statistics(sampled, size),
+            "rollout/rounds": float(rounds),
+            "rollout/kept_share": len(kept) / len(sampled),
+            "rollout/filled_share": min(1.0, (wanted * size - max(missing, 0)) / (wanted * size)),
+            "perf/sample_seconds": (seconds := time.perf_counter() - started),
+            "perf/sampled_tokens_per_second": sum(len(r.token_ids) for r in sampled) / max(seconds, 1e-9),
+        }
+        return rollouts
+
+    def _collate(self, rollouts: list[Rollout]) -> RolloutBatch:
+        return collate(rollouts, self.learner.tokenizer.pad_token_id or 0, self.sampling.temperature)
+
+    # ---- minibatches -------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> StepPlan:
+        """The sizes of an iteration."""
+        assert self.trainer is not None
+        num_ranks, accumulate = data_parallel(self.trainer)[1], self.trainer.accumulate_grad_batches
+        minibatch = self.minibatch_size or max(self.step_size // (num_ranks * accumulate), 1)
+        return StepPlan(
+            self.prompts_per_iteration * self.group_size,
+            self.step_size,
+            minibatch,
+            self.num_passes,
+            num_ranks,
+            accumulate,
+        )
+
+    def train_dataloader(self) -> LazyLoader:
+        """Sample when the first minibatch is due, then serve the minibatches."""
+        plan = self.plan
+        return LazyLoader(lambda: self._minibatches(plan), plan.num_minibatches)
+
+    def _minibatches(self, plan: StepPlan) -> Iterator[Sealed]:
+        assert self.trainer is not None and self.seed is not None
+        iteration = self.trainer.current_epoch
+        self.end_iteration = False
+        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+            rollouts = self.learner.prepare(self.collect(iteration), self.group_size)
+            rollouts = self.learner.annotate(rollouts, plan.num_steps, plan.minibatch_size)
+        first = rollouts.statistics
+        lengths = rollouts.response_lengths
+        rank = data_parallel(self.trainer)[0]
+        for items in plan.steps(len(rollouts), self.seed, iteration):
+            ended = self.end_iteration  # looked at between steps only, so that no step is cut in two
+            mask = rollouts.loss_mask[torch.from_numpy(items)]
+            tokens, sequences = (0.0, 0.0) if ended else (float(mask.sum()), float(mask.any(-1).sum()))
+            for rows in plan.minibatches(items, lengths, rank):
+                usable = len(rows) and not ended
+                batch = rollouts[torch.from_numpy(rows)].trimmed() if usable else rollouts.emptied()
+                yield Sealed(replace(batch, step_tokens=tokens, step_sequences=sequences, statistics=first))
+                first = {}
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Open what the precision plugin was not to look into."""
+        return batch.batch if isinstance(batch, Sealed) else batch
+
+    # ---- validation --------------------------------------------------------------------------------------------------
+
+    def val_dataloader(self) -> list[Any]:
+        """Lists of held-out prompts, each on one rank only; the last may be shorter, or empty on some ranks."""
+        if self.val_prompts is None:
+            return []
+        assert self.trainer is not None
+        rank, num_ranks = data_parallel(self.trainer)
+        chunks = np.array_split(
+            np.arange(len(self.val_prompts)), -(-len(self.val_prompts) // (self.val_batch_size * num_ranks))
+        )
+        return [chunk[rank::num_ranks].tolist() for chunk in chunks]
+
+    def test_dataloader(self) -> list[Any]:
+        """As in validation."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> list[Any]:
+        """As in validation."""
+        return self.val_dataloader()
+
+    def sample_held_out(self, indices: list[int]) -> list[Rollout]:
+        """``val_samples`` responses to each of these held-out prompts.
+
+        The random numbers do not depend on the iteration: two checkpoints differ by their policies only.
+        """
+        assert self.val_prompts is not None
+        prompts = [(self.val_prompts[i], s) for i in indices for s in range(self.val_samples)]
+        return self.sample(prompts, self.val_sampling, VALIDATE)

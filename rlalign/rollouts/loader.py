@@ -1,0 +1,114 @@
+"""How an iteration's items are cut into optimizer steps and minibatches, and the loader that serves them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rlalign.functional.draws import hashed_permutation
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Sizes of an iteration, checked against each other.
+
+    Args:
+        num_items: Items (sequences) of an iteration, over all ranks.
+        step_size: Items of an optimizer step, over all minibatches and ranks.
+        minibatch_size: Items of a forward pass on one rank.
+        num_passes: Passes over the items.
+        num_ranks: Data-parallel ranks.
+        accumulate_grad_batches: Minibatches a step and rank, as the trainer was told.
+
+    Raises:
+        ValueError: If they do not divide; the message has the formula and the nearest valid values.
+    """
+
+    num_items: int
+    step_size: int
+    minibatch_size: int
+    num_passes: int = 1
+    num_ranks: int = 1
+    accumulate_grad_batches: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.num_items, self.step_size, self.minibatch_size, self.num_passes) < 1:
+            raise ValueError(f"All sizes must be at least 1: {self}.")
+        if self.num_items % self.step_size:
+            divisors = [d for d in range(1, self.num_items + 1) if self.num_items % d == 0]
+            nearest = sorted(divisors, key=lambda d: abs(d - self.step_size))[:2]
+            raise ValueError(
+                f"data.step_size={self.step_size} must divide the {self.num_items} sequences of an iteration; nearest: "
+                f"{' or '.join(map(str, sorted(nearest)))}."
+            )
+        unit = self.minibatch_size * self.num_ranks
+        if self.step_size != unit * self.accumulate_grad_batches:
+            valid = [
+                f"minibatch_size={d} with accumulate_grad_batches={self.step_size // (d * self.num_ranks)}"
+                for d in sorted(range(1, self.step_size + 1), key=lambda d: abs(d - self.minibatch_size))
+                if self.step_size % (d * self.num_ranks) == 0
+            ][:2]
+            advice = f"nearest: {', or '.join(valid)}" if valid else f"{self.num_ranks} ranks do not divide step_size"
+            raise ValueError(
+                f"trainer.accumulate_grad_batches={self.accumulate_grad_batches} must equal step_size / (minibatch_size x ranks) = "
+                f"{self.step_size} / ({self.minibatch_size} x {self.num_ranks}) = {self.step_size / unit:g}; {advice}."
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of an iteration."""
+        return self.num_passes * self.num_items // self.step_size
+
+    @property
+    def num_minibatches(self) -> int:
+        """Minibatches of an iteration on each rank."""
+        return self.num_steps * self.accumulate_grad_batches
+
+    def steps(self, num_items: int, *keys: int) -> list[np.ndarray]:
+        """Items of every step: each pass in its own order, a function of the keys alone, never of the ranks.
+
+        Args:
+            num_items: Items there really are, at most :attr:`num_items`; the steps share what there is evenly.
+            keys: Seed and iteration.
+        """
+        steps_per_pass = self.num_items // self.step_size
+        return [
+            part
+            for number in range(self.num_passes)
+            for part in np.array_split(hashed_permutation(num_items, *keys, number).numpy(), steps_per_pass)
+        ]
+
+    def minibatches(self, items: np.ndarray, lengths: Tensor, rank: int) -> list[np.ndarray]:
+        """One rank's minibatches of a step; similar lengths together, some empty where there are few items."""
+        ordered = items[np.argsort(lengths.numpy()[items], kind="stable")]
+        return list(np.array_split(ordered[rank :: self.num_ranks], self.accumulate_grad_batches))
+
+
+class Sealed:
+    """A batch that no precision plugin looks into, so that what must be float32 stays float32; opened by the data module."""
+
+    __slots__ = ("batch",)
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+
+class LazyLoader:
+    """Sized, so that Lightning fetches nothing ahead; a generator, so that nothing is made before its turn.
+
+    Args:
+        make: Called when the first minibatch is due; yields the minibatches.
+        num_minibatches: How many it yields.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Any]], num_minibatches: int) -> None:
+        self.make = make
+        self.num_minibatches = num_minibatches
+
+    def __len__(self) -> int:
+        return self.num_minibatches
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.make()

@@ -1,0 +1,49 @@
+"""What the ranks of a run tell each other."""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning import Trainer
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def data_parallel(trainer: Trainer) -> tuple[int, int]:
+    """Rank and size of the group that shares the data; ranks that share one copy of a model (tensor parallel) are one."""
+    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    if not kwargs:
+        return trainer.global_rank, trainer.world_size
+    return int(kwargs["rank"]), int(kwargs["num_replicas"])
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def gather_objects(value: T) -> list[T]:
+    """The value of every rank, in the order of ranks."""
+    if not _is_distributed():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """The sum over all ranks."""
+    if not _is_distributed():
+        return value
+    value = value.clone()
+    dist.all_reduce(value)
+    return value
+
+
+def broadcast_object(value: T) -> T:
+    """The value of rank 0."""
+    if not _is_distributed():
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0, device=torch.device("cpu") if dist.get_backend() == "gloo" else None)
+    return holder[0]
