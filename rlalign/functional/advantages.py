@@ -20,8 +20,8 @@ def group_advantages(
     .. math:: A_i = \frac{r_i - b_i}{s + \epsilon}, \quad b_i = \frac{1}{n} \sum_j r_j \text{ or }
         \frac{1}{n - 1} \sum_{j \ne i} r_j, \quad s = \sqrt{\frac{1}{n - ddof} \sum_j (r_j - \bar r)^2}
 
-    With ``scale="none"`` the denominator is 1. A group whose valid rewards are all equal gives exactly 0: its mean, rounded,
-    may differ from its rewards, and dividing that by a tiny deviation would make noise look like an advantage.
+    With ``scale="none"`` the denominator is 1. A group whose valid rewards are all equal gives exactly 0: its mean,
+    rounded, may differ from its rewards, and dividing that by a tiny deviation would make noise look like an advantage.
 
     Sources: Shao et al. 2024, section 4.1.2 (https://arxiv.org/abs/2402.03300); without the scale, Liu et al. 2025
     (Dr. GRPO, https://arxiv.org/abs/2503.20783); leave-one-out without the scale, Ahmadian et al. 2024, eq. 6
@@ -30,7 +30,7 @@ def group_advantages(
     Args:
         rewards: One reward per response, ``[B]``; the samples of one prompt are adjacent.
         group_size: Samples per prompt, at least 2 and a divisor of ``B``.
-        valid: False where a response has no usable reward, ``[B]``; it gets 0 and leaves the others' mean and deviation alone.
+        valid: False where a response has no usable reward, ``[B]``; it gets 0 and does not touch the others' statistics.
         scale: Whether to divide by the standard deviation of the group.
         ddof: 1 divides the squared deviations by ``n - 1`` (as torch does), 0 by ``n``.
         eps: Added to the standard deviation.
@@ -40,8 +40,8 @@ def group_advantages(
         Advantages, ``[B]``, without gradient; 0 in a group with fewer than two valid rewards.
 
     Raises:
-        ValueError: If ``group_size`` is below 2 or does not divide ``B``, a shape disagrees, a valid reward is not finite,
-            or an option is unknown.
+        ValueError: If ``group_size`` is below 2 or does not divide ``B``, a shape disagrees, a valid reward is not
+            finite, or an option is unknown.
     """
     if scale not in ("std", "none"):
         raise ValueError(f"scale must be 'std' or 'none', got {scale!r}.")
@@ -109,8 +109,8 @@ def gae(
 
     .. math:: \delta_t = r_t + \gamma V_{t'} - V_t, \qquad A_t = \delta_t + \gamma \lambda A_{t'}
 
-    where :math:`t'` is the next token inside the mask: tokens that the policy did not write (padding, tool output) are no
-    time steps. After the last one :math:`V_{t'}` is ``bootstrap`` and :math:`A_{t'} = 0`.
+    where :math:`t'` is the next token inside the mask: tokens that the policy did not write (padding, tool output) are
+    no time steps. After the last one :math:`V_{t'}` is ``bootstrap`` and :math:`A_{t'} = 0`.
 
     Source: Schulman et al. 2016, eq. 11-16 (https://arxiv.org/abs/1506.02438).
 
@@ -120,8 +120,8 @@ def gae(
         mask: True where the policy wrote the token, ``[B, T]``.
         gamma: Discount per token, in ``[0, 1]``.
         lam: Mixes one-step (0) and whole-return (1) estimates, in ``[0, 1]``.
-        bootstrap: Predicted value of the state after the last token, ``[B]``: of a response that was cut off. It must be 0
-            for one that ended, and is 0 for all by default.
+        bootstrap: Predicted value of the state after the last token, ``[B]``: of a response that was cut off. It must be
+            0 for one that ended, and is 0 for all by default.
 
     Returns:
         Advantages and returns (advantages plus values), each ``[B, T]``, zero outside the mask, without gradient.

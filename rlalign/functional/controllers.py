@@ -31,7 +31,7 @@ def proportional_kl_coef(coef: float, kl: float, target: float, num_samples: int
         raise ValueError(f"target and horizon must be positive, got {target} and {horizon}.")
     if not 0 <= 0.2 * num_samples < horizon:
         raise ValueError(
-            f"horizon must be above 0.2 x num_samples, or the coefficient could become negative: {horizon}, {num_samples}."
+            f"horizon must be above 0.2 x num_samples, or the coefficient could fall below 0: {horizon}, {num_samples}."
         )
     _check_finite(coef=coef, kl=kl)
     error = min(max(kl / target - 1, -0.2), 0.2)
@@ -75,7 +75,7 @@ def schedule_value(start: float, end: float, progress: float, shape: Shape) -> f
         The value at this progress.
 
     Raises:
-        ValueError: If the progress is out of bounds, the shape is unknown, or an exponential has an end that is not positive.
+        ValueError: If the progress is out of bounds, the shape is unknown, or an exponential has an end of 0 or less.
     """
     if not 0 <= progress <= 1:
         raise ValueError(f"progress must be in [0, 1], got {progress}.")

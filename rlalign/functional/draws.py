@@ -1,7 +1,7 @@
 """Random numbers that are pure functions of what they are for.
 
-Nothing here keeps a state: a draw is a hash of integer keys such as (seed, iteration, prompt, sample, position). It is therefore
-the same whatever shares its batch, however many ranks there are, and after any resume.
+Nothing here keeps a state: a draw is a hash of integer keys such as (seed, iteration, prompt, sample, position). It is
+therefore the same whatever shares its batch, however many ranks there are, and after any resume.
 """
 
 import torch
@@ -13,8 +13,9 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _TWO_64 = 1 << 64
 
-_PROBABILITY_UNIT = 2.0**-40
-_CHUNK = 256
+_UNITS = 2.0**40  # in a probability of 1
+_CHUNK = 128  # tokens
+_BLOCK = 1 << 19  # probabilities
 
 
 def hashed_bits(*keys: Tensor | int) -> Tensor:
@@ -101,39 +102,45 @@ def fold_in(*keys: int) -> int:
 def draw_token(probs: Tensor, uniforms: Tensor) -> Tensor:
     """The token at which each row's cumulative distribution passes its uniform number.
 
-    Probabilities are counted in whole units of 2**-40, so that their sum is exact and does not depend on its order: the same
-    row and number give the same token on any device and in any batch. A token below one unit (9e-13) is never drawn.
+    Probabilities are counted in whole units of 2**-40, so that their sum is exact and does not depend on its order: the
+    same row and number give the same token on any device and in any batch. A token below one unit (9e-13) is never drawn.
 
     Args:
         probs: Probabilities, ``[R, V]`` float32, not negative; they need not sum to exactly 1.
         uniforms: One number in ``[0, 1)`` for each row, ``[R]`` float64, as :func:`hashed_uniform` makes them.
 
     Returns:
-        Token ids, ``[R]`` int64; -1 for a row that is all zero or all NaN. Nothing is raised for it, since looking would
-        wait for the device: check where the ids are read anyway.
+        Token ids, ``[R]`` int64; -1 for a row that is all zero or all NaN. Nothing is raised for it, since looking
+        would wait for the device: check where the ids are read anyway.
 
     Raises:
-        ValueError: If the shapes disagree or ``uniforms`` is not float64.
+        ValueError: If the shapes disagree, there is no token to draw, or ``uniforms`` is not float64.
     """
-    if probs.ndim != 2 or uniforms.shape != probs.shape[:1]:
+    if probs.ndim != 2 or not probs.shape[1] or uniforms.shape != probs.shape[:1]:
         raise ValueError(f"Expected probs [R, V] and uniforms [R], got {list(probs.shape)} and {list(uniforms.shape)}.")
     if uniforms.dtype != torch.float64:
         raise ValueError(f"uniforms must be float64, got {uniforms.dtype}: float32 can round up to 1.")
-    # In two levels, chunks then tokens: a cumulative sum over the whole vocabulary costs several times as much.
-    num_rows, size = probs.shape
-    units = torch.nn.functional.pad(probs, (0, -size % _CHUNK)).view(num_rows, -1, _CHUNK)
-    units = (units * (1 / _PROBABILITY_UNIT)).long()
-    chunk_ends = units.sum(-1).cumsum(-1)
-    total = chunk_ends[:, -1]
-    target = torch.minimum((uniforms * total).long(), total - 1)  # the product may round up to the total
-    chunk = (chunk_ends <= target.unsqueeze(1)).sum(1)
+    # In two levels, chunks then tokens: a cumulative sum over the whole vocabulary costs more than all of the rest. A few
+    # rows at a time: as whole numbers the probabilities take twice the memory, and a large block of it is slow to get.
+    size = probs.shape[1]
+    rows = probs.split(max(1, _BLOCK // size))
+    chunk_ends = torch.cat([_chunk_sums((part * _UNITS).long()) for part in rows]).cumsum(-1)
+    total = chunk_ends[:, -1:]
     usable = total > 0
-    chunk = torch.where(usable, chunk, 0)
-    rows = torch.arange(num_rows, device=probs.device)
-    units = units[rows, chunk]
-    target = target - (chunk_ends[rows, chunk] - units.sum(-1))
-    token = chunk * _CHUNK + (units.cumsum(-1) <= target.unsqueeze(1)).sum(1)
-    return torch.where(usable, token, -1)
+    target = torch.minimum((uniforms.unsqueeze(1) * total).long(), total - 1)  # the product may round up to the total
+    chunk = (chunk_ends <= target).sum(1, keepdim=True).masked_fill(~usable, 0)
+    columns = chunk * _CHUNK + torch.arange(_CHUNK, device=probs.device)
+    units = (probs.gather(1, columns.clamp(max=size - 1)) * _UNITS).long().masked_fill(columns >= size, 0)
+    target = target - chunk_ends.gather(1, chunk) + units.sum(-1, keepdim=True)
+    token = chunk * _CHUNK + (units.cumsum(-1) <= target).sum(1, keepdim=True)
+    return token.masked_fill(~usable, -1).squeeze(1)
+
+
+def _chunk_sums(units: Tensor) -> Tensor:
+    """Sums over each chunk of the vocabulary, the last one over what is left, ``[R, V // chunk + 1]``."""
+    full = units.shape[1] - units.shape[1] % _CHUNK
+    whole = units[:, :full].unflatten(1, (-1, _CHUNK)).sum(-1)
+    return torch.cat([whole, units[:, full:].sum(-1, keepdim=True)], dim=1)
 
 
 def _signed(bits: int) -> int:

@@ -60,8 +60,8 @@ def majority_correct(answers: Sequence[Hashable], correct: Sequence[bool], k: in
     Args:
         answers: The answers to one problem as they are compared with each other; None is no answer and has no vote.
         correct: Whether each is right. Where equal answers are judged differently, they count by their mean.
-        k: Votes of one ballot, a divisor of the number of answers; one ballot of all of them by default. The ballots are
-            consecutive and share no answer, so that their mean is unbiased for ``k`` fresh answers.
+        k: Votes of one ballot, a divisor of the number of answers; one ballot of all of them by default. The ballots
+            are consecutive and share no answer, so that their mean is unbiased for ``k`` fresh answers.
 
     Returns:
         The mean over the ballots, in ``[0, 1]``; a ballot without any answer counts 0.

@@ -8,7 +8,7 @@ def soft_overlong_penalty(lengths: Tensor, max_tokens: int, cache_tokens: int) -
 
     .. math:: R = \mathrm{clip}\Big(\frac{(L_{max} - L_{cache}) - |y|}{L_{cache}}, -1, 0\Big)
 
-    Source: Yu et al. 2025, eq. 13 (DAPO, https://arxiv.org/abs/2503.14476), where the limit is 20480 and the cache 4096.
+    Source: Yu et al. 2025, eq. 13 (DAPO, https://arxiv.org/abs/2503.14476); its limit is 20480, its cache 4096.
 
     Args:
         lengths: Tokens of each response, any shape.

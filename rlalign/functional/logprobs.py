@@ -9,11 +9,11 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) 
 
     .. math:: \log\pi(y) = z_y / \tau - \log \sum_v \exp(z_v / \tau)
 
-    "Full" means that top-p, top-k and their like play no part: renormalising over what they keep would make a ratio of two
-    such numbers differ from 1 without any change of the policy.
+    "Full" means that top-p, top-k and their like play no part: renormalising over what they keep would make a ratio of
+    two such numbers differ from 1 without any change of the policy.
 
     Args:
-        logits: ``[..., V]``; raised to float32 if below it, since one step of bfloat16 between 2 and 4 is a ratio of 1.0157.
+        logits: ``[..., V]``; raised to float32 if below it: one step of bfloat16 between 2 and 4 is a ratio of 1.0157.
         token_ids: ``[...]``, int64.
         temperature: That of sampling, above 0.
 

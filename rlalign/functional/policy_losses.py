@@ -47,8 +47,9 @@ def clipped_surrogate(
 
     .. math:: L_t = -\min(r_t A_t,\ \mathrm{clip}(r_t, 1-\epsilon_{low}, 1+\epsilon_{high}) A_t)
 
-    and, with a dual clip :math:`c`, no more than :math:`-c A_t` where :math:`A_t < 0`. A token beyond its bound has no gradient.
-    Without a dual clip a token of negative advantage has no upper bound: its loss is infinite once ``exp`` overflows.
+    and, with a dual clip :math:`c`, no more than :math:`-c A_t` where :math:`A_t < 0`. A token beyond its bound has no
+    gradient. Without a dual clip a token of negative advantage has no upper bound: its loss is infinite once ``exp``
+    overflows.
 
     Sources: Schulman et al. 2017, eq. 7 (https://arxiv.org/abs/1707.06347); Yu et al. 2025, eq. 10
     (https://arxiv.org/abs/2503.14476); dual clip: Ye et al. 2020, eq. 5 (https://arxiv.org/abs/1912.09729);
@@ -62,7 +63,7 @@ def clipped_surrogate(
         clip_low: Lower clipping range, ``0 <= clip_low < 1``.
         clip_high: Upper clipping range, ``clip_high >= 0``.
         dual_clip: Bound on the ratio where the advantage is negative, above ``1 + clip_high``; none by default.
-        level: ``"sequence"`` takes one ratio for the whole response, :func:`importance_ratio`; its loss stands on every token.
+        level: ``"sequence"`` takes one ratio for the whole response, :func:`importance_ratio`, on each of its tokens.
 
     Returns:
         The loss of each token, ``[B, T]``, zero outside the mask.
@@ -74,7 +75,7 @@ def clipped_surrogate(
         logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip, level
     )
     log_ratio = _log_ratio(logprobs, old_logprobs, mask, level).expand_as(logprobs)
-    # Chosen before the exponential: an overflowing ratio that the minimum discards would turn its zero gradient into NaN.
+    # Chosen before the exponential: a ratio that overflows and is discarded would turn its zero gradient into NaN.
     ratio = log_ratio.masked_fill(low | high | capped, 0).exp()
     ratio = ratio.masked_fill(low, 1 - clip_low).masked_fill(high, 1 + clip_high)
     if dual_clip is not None:
@@ -106,8 +107,8 @@ def clip_fractions(
         level: Likewise.
 
     Returns:
-        True where the ratio is below its lower bound and the advantage negative, and where the ratio is above its upper bound
-        (the dual clip's, for a negative advantage), each ``[B, T]``, false outside the mask.
+        True where the ratio is below its lower bound and the advantage negative, and where the ratio is above its upper
+        bound (the dual clip's, for a negative advantage), each ``[B, T]``, false outside the mask.
 
     Raises:
         ValueError: As :func:`clipped_surrogate`.

@@ -1,7 +1,7 @@
 """From values of tokens to one number.
 
-A loss is divided by a count of the *whole optimizer step*, over every rank and every accumulated minibatch, which the caller
-gives. The sum of the parts is then the same however the step is cut.
+A loss is divided by a count of the *whole optimizer step*, over every rank and every accumulated minibatch, which the
+caller gives. The sum of the parts is then the same however the step is cut.
 """
 
 from typing import Literal
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 Reduction = Literal["token", "sequence", "constant"]
-"""``"token"`` weighs every token alike (DAPO), ``"sequence"`` every response alike (GRPO), ``"constant"`` divides every response
-by one fixed length (Dr. GRPO)."""
+"""``"token"`` weighs every token alike (DAPO), ``"sequence"`` every response alike (GRPO), ``"constant"`` divides every
+response by one fixed length (Dr. GRPO)."""
 
 
 def reduce_loss(
