@@ -29,7 +29,7 @@ class Response(str):
 
 
 class Reward(Protocol):
-    """``reward(example, response)``: a number, or ``None`` where none can be given (the sample then leaves its group)."""
+    """``reward(example, response)``: a number, or ``None`` where none can be given (the sample leaves its group)."""
 
     def __call__(self, example: dict[str, Any], response: str) -> float | None:
         """Score one response to one example (a row of the data, every column of it)."""

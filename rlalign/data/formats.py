@@ -1,0 +1,146 @@
+"""Which column of a data set is the prompt, the answer, the response: recognised as the field writes them."""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+Text = str | list[Message]
+
+_CANDIDATES: dict[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "question", "problem", "instruction", "query"),
+    "answer": ("reward_model.ground_truth", "ground_truth", "answer", "solution", "output", "completion", "response"),
+    "response": ("completion", "response", "solution", "output", "answer"),
+    "messages": ("messages",),
+    "input": ("input",),
+}
+"""Field -> the columns it is known by, the first that exists wins. TRL: prompt, completion, messages; verl: prompt,
+reward_model.ground_truth; GSM8K: question, answer; MATH: problem, solution; Alpaca: instruction, input, output."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which column holds which field of a row.
+
+    Attributes:
+        mapping: Field (``prompt``, ``answer``, ``response``, ``messages``, ``input``) -> column; a dot enters a nested
+            one.
+    """
+
+    mapping: Mapping[str, str]
+
+    @property
+    def description(self) -> str:
+        """The choice in one line, ``prompt <- question, answer <- answer``."""
+        return ", ".join(f"{field} <- {column}" for field, column in self.mapping.items())
+
+    def has(self, field: str) -> bool:
+        """Whether rows have this field (a conversation has a prompt, a response and an answer)."""
+        return field in self.mapping or (field in ("prompt", "response", "answer") and "messages" in self.mapping)
+
+    def prompt(self, row: Mapping[str, Any]) -> Text:
+        """The prompt of a row: text, or messages without a last turn of the assistant's; ``null`` is empty."""
+        if "prompt" not in self.mapping:
+            return _before_reply(lookup(row, self.mapping["messages"]) or [])
+        prompt = lookup(row, self.mapping["prompt"])
+        if prompt is None:
+            return ""
+        extra = lookup(row, self.mapping["input"]) if "input" in self.mapping else None
+        return f"{prompt}\n\n{extra}" if extra else prompt
+
+    def response(self, row: Mapping[str, Any]) -> Text:
+        """The demonstrated response of a row: text or messages; ``null`` is empty."""
+        if "response" in self.mapping:
+            return lookup(row, self.mapping["response"]) or ""
+        messages = lookup(row, self.mapping["messages"]) or []
+        return messages[len(_before_reply(messages)) :]
+
+    def answer(self, row: Mapping[str, Any]) -> Any:
+        """The right answer of a row as the data has it, ``None`` where it has none."""
+        if "answer" in self.mapping:
+            return lookup(row, self.mapping["answer"])
+        if "messages" not in self.mapping:
+            return None
+        reply = self.response(row)
+        return reply[-1]["content"] if reply and not isinstance(reply, str) else None
+
+
+def recognise(
+    column_names: Sequence[str],
+    overrides: Mapping[str, str] | None = None,
+    need: Iterable[str] = ("prompt",),
+    want: Iterable[str] = (),
+) -> Columns:
+    """Find the columns of the fields that are needed.
+
+    Args:
+        column_names: Columns of the data.
+        overrides: Field -> column, where the recognised one is not the right one; a dot enters a nested column.
+        need: Fields that must be found, of ``prompt``, ``answer``, ``response``, ``messages``.
+        want: Fields that are looked for and may be absent.
+
+    Returns:
+        The mapping, which also describes itself in a line.
+
+    Raises:
+        ValueError: If a needed field is not found, an override names a column that the data lacks, or a field that does
+            not exist. The message names the columns that are there.
+    """
+    overrides, need, want = dict(overrides or {}), tuple(need), tuple(want)
+    present = f"the columns are {', '.join(column_names) or 'none'}"
+    for field, column in overrides.items():
+        if field not in _CANDIDATES:
+            raise ValueError(f"columns: there is no field '{field}'{_nearest(field, _CANDIDATES)}.")
+        if not _exists(column, column_names):
+            raise ValueError(f"columns: no column '{column}' for '{field}'{_nearest(column, column_names)}; {present}.")
+    mapping = dict(overrides)
+    for field in (*need, *want):
+        found = next((c for c in _CANDIDATES[field] if _exists(c, column_names)), None)
+        if field not in mapping and found is not None:
+            mapping[field] = found
+    if mapping.get("prompt") == "instruction" and "input" not in mapping and "input" in column_names:
+        mapping["input"] = "input"
+    conversation = next((c for c in _CANDIDATES["messages"] if c in column_names), None)
+    if "messages" not in mapping and conversation and "prompt" in need and "prompt" not in mapping:
+        mapping["messages"] = conversation
+    columns = Columns(mapping)
+    for field in need:
+        if not columns.has(field):
+            known = ", ".join(_CANDIDATES[field])
+            raise ValueError(
+                f"No column for '{field}' was recognised: {present}, and '{field}' is known as {known}"
+                f"{' or messages' if field != 'messages' else ''}; name it with columns={{'{field}': COLUMN}}."
+            )
+    return columns
+
+
+def lookup(row: Mapping[str, Any], column: str) -> Any:
+    """The value of a column, or of a nested one by a dotted name.
+
+    Raises:
+        ValueError: If the row lacks it; the message names what is there.
+    """
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            there = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+            raise ValueError(f"No column '{column}': '{part}' is not among {there}.")
+        value = value[part]
+    return value
+
+
+def _exists(column: str, column_names: Sequence[str]) -> bool:
+    return column in column_names or column.split(".")[0] in column_names
+
+
+def _before_reply(messages: Sequence[Message]) -> list[Message]:
+    """The messages before the last turn, if that is the assistant's; else all of them."""
+    return list(messages[:-1] if messages and messages[-1].get("role") == "assistant" else messages)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean '{match[0]}'?)" if match else ""

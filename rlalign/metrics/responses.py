@@ -1,0 +1,121 @@
+"""Means over prompts or responses, from sums and counts that add up over ranks.
+
+A metric that has seen nothing is 0, with ``count`` 0: a rank without data must not turn the others' figures into NaN.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from rlalign.functional.estimators import majority_correct, pass_at_k_each
+
+
+class _Mean(Metric):
+    """Sum over count; both are summed over ranks, so that it is no mean of means."""
+
+    full_state_update = False
+    higher_is_better: bool | None = True
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Float64 so that the sum is the same in whatever order and on however many ranks it was added up.
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def _add(self, values: Tensor) -> None:
+        self.total += values.to(self.total).sum()
+        self.count += values.numel()
+
+    def compute(self) -> Tensor:
+        """The mean, float32; 0 if nothing was seen."""
+        return (self.total / self.count.clamp(min=1)).float()
+
+
+class PassAtK(_Mean):
+    """Chance that at least one of ``k`` responses is right, mean over prompts; ``pass@1`` is the mean over responses.
+
+    Source: :func:`rlalign.functional.estimators.pass_at_k`.
+
+    Args:
+        k: Responses allowed.
+
+    Raises:
+        ValueError: If ``k`` is below 1; from ``update``, if a prompt has fewer than ``k`` responses.
+    """
+
+    def __init__(self, k: int = 1) -> None:
+        super().__init__()
+        if k < 1:
+            raise ValueError(f"pass@k needs k >= 1, got {k}.")
+        self.k = k
+
+    def update(self, correct: Tensor) -> None:
+        """Add the responses to one prompt or several.
+
+        Args:
+            correct: Which are right, ``[n]`` of one prompt or ``[P, n]``, bool.
+        """
+        right = torch.atleast_2d(correct).long().sum(-1)
+        self._add(pass_at_k_each(torch.full_like(right, correct.shape[-1]), right, self.k))
+
+
+class MajorityAtK(_Mean):
+    """How often the commonest of ``k`` answers is right, mean over prompts; a tie counts by its share of right answers.
+
+    Source: :func:`rlalign.functional.estimators.majority_correct`.
+
+    Args:
+        k: Votes of a ballot; a divisor of the number of responses.
+
+    Raises:
+        ValueError: If ``k`` is below 1; from ``update``, if it does not divide the responses.
+    """
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        if k < 1:
+            raise ValueError(f"majority@k needs k >= 1, got {k}.")
+        self.k = k
+
+    def update(self, answers: Sequence[Hashable], correct: Tensor) -> None:
+        """Add the responses to one prompt.
+
+        Args:
+            answers: What each answers, ``[n]``; ``None`` has no vote.
+            correct: Which are right, ``[n]``, bool.
+        """
+        self._add(torch.tensor([majority_correct(answers, correct.tolist(), self.k)], dtype=torch.float64))
+
+
+class MeanLength(_Mean):
+    """Tokens of a response, mean over responses."""
+
+    higher_is_better = None
+
+    def update(self, lengths: Tensor) -> None:
+        """Add responses of these lengths, any shape."""
+        self._add(lengths)
+
+
+class TruncationRate(_Mean):
+    """Share of the responses that the length limit cut."""
+
+    higher_is_better = False
+
+    def update(self, truncated: Tensor) -> None:
+        """Add responses, any shape, bool."""
+        self._add(truncated)
+
+
+class UnscoredRate(_Mean):
+    """Share of the responses that a reward could not score; they count as wrong."""
+
+    higher_is_better = False
+
+    def update(self, unscored: Tensor) -> None:
+        """Add responses, any shape, bool."""
+        self._add(unscored)

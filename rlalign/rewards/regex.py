@@ -1,0 +1,67 @@
+"""Rewards by regular expressions: of an answer, and of a format."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlalign.rewards.extract import gold_text
+
+
+class RegexMatch:
+    r"""1 if what a pattern finds in a response is the right answer, else 0.
+
+    The last match counts, the first group of it if the pattern has one. An empty match is no answer.
+
+    Args:
+        pattern: Searched in all of the response; ``.`` matches line breaks as well. ``#### (-?\d+)``, say.
+        key: Column of the right answer; ``None``: any match is right.
+    """
+
+    def __init__(self, pattern: str, key: str | None = "answer") -> None:
+        try:
+            self.pattern = re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"'{pattern}' is not a regular expression: {error}.") from error
+        self.key = key
+        self.columns = () if key is None else (key,)
+
+    def __call__(self, example: Mapping[str, Any], response: str) -> float | None:
+        """Score one response."""
+        found = self.answer(response)
+        if self.key is None:
+            return float(found is not None)
+        gold = gold_text(example, self.key)
+        return None if gold is None else float(found == gold)
+
+    def answer(self, response: str) -> str | None:
+        """What the pattern finds, without surrounding space; ``None`` if nothing."""
+        matches = list(self.pattern.finditer(getattr(response, "prefill", "") + response))
+        if not matches:
+            return None
+        return (matches[-1][1 if self.pattern.groups else 0] or "").strip() or None
+
+
+class FormatReward:
+    """1 if a response is exactly one block of each tag, in order, none of them empty; else 0.
+
+    ``<think>a</think> <answer>9</answer>``, say, with nothing but space around the blocks. What the prompt put into the
+    assistant's mouth is part of what is judged.
+
+    Args:
+        tags: Names of the blocks.
+    """
+
+    def __init__(self, tags: Sequence[str] = ("think", "answer")) -> None:
+        if not tags:
+            raise ValueError("tags must name at least one block.")
+        self.tags = tuple(tags)
+        self._marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
+        blocks = (rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>" for tag in self.tags)
+        self._pattern = re.compile(r"\s*" + r"\s*".join(blocks) + r"\s*", re.DOTALL)
+
+    def __call__(self, example: Mapping[str, Any], response: str) -> float:
+        """Score one response; the example does not matter."""
+        text = getattr(response, "prefill", "") + response
+        match = self._pattern.fullmatch(text)
+        once = all(text.count(mark) == 1 for mark in self._marks)
+        return float(match is not None and once and all(body.strip() for body in match.groups()))
