@@ -4,12 +4,13 @@ The model is a Llama of under 1M parameters with a byte-level tokenizer and a ch
 differences by supervised fine-tuning in two phases, and is left half-taught on purpose:
 
 1. *Teach*: correct demonstrations, until it solves nearly all held-out problems.
-2. *Spoil*: demonstrations of which a stated share is wrong, more at the harder levels, so that sampling at temperature 1
-   gives the right answer in well under half of the draws. The wrong answers are those a pupil gives: a carry or borrow
+2. *Spoil*: demonstrations of which a stated share is wrong, more at the harder levels, so that sampling at temperature
+   1 gives the right answer in less than half of the draws. The wrong answers are those a pupil gives: a carry or borrow
    forgotten or invented, off by one, the digits swapped, a digit misread.
 
-So the right answer stays within reach for nearly every problem, and reinforcement learning has to find which of the answers
-that the model gives is the right one. The validation problems occur neither in the demonstrations nor in the training file.
+So the right answer stays within reach for nearly every problem, and reinforcement learning has to find which of the
+answers that the model gives is the right one. The validation problems occur neither in the demonstrations nor in the
+training file.
 """
 
 import argparse
@@ -49,6 +50,9 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
+PROMPT = "<|user|>{}<|end|><|assistant|>"
+"""What the template renders for one question, written out because rendering every demonstration takes too long."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -77,12 +81,12 @@ def split_problems(seed: int = SEED) -> tuple[list[Problem], list[Problem], list
         seed: Seed of the draw.
 
     Returns:
-        Training and validation problems, shuffled, levels in equal numbers; and the problems for demonstrations, which are
-        all but those of validation. A sum counts as the same problem in either order.
+        Training and validation problems, shuffled, levels in equal numbers; and the problems for demonstrations, which
+        are all but those of validation. A sum counts as the same problem in either order.
     """
     rng = random.Random(seed)
     train, val, demonstrations = [], [], []
-    for level, problems in all_problems().items():
+    for problems in all_problems().values():
         rng.shuffle(problems)
         held_out = problems[:VAL_PER_LEVEL]
         seen = {canonical(problem) for problem in held_out}
@@ -106,13 +110,13 @@ def wrong_answer(problem: Problem, rng: random.Random) -> str:
     right = int(problem.answer)
     digits = list(problem.answer)
     position = rng.randrange(len(digits))
-    misread = digits[:position] + [str(rng.randrange(10))] + digits[position + 1 :]
+    misread = [*digits[:position], str(rng.randrange(10)), *digits[position + 1 :]]
     candidates = [right - 10, right + 10, right - 1, right + 1, int("".join(reversed(digits))), int("".join(misread))]
     return str(rng.choice([answer for answer in candidates if answer >= 0 and answer != right]))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: one token a character of ASCII, five special tokens, any text round trips."""
+    """A byte-level tokenizer without merges and with five special tokens; any text round trips."""
     specials = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     vocabulary = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))
@@ -149,16 +153,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = SEED) -> LlamaFo
     return LlamaForCausalLM(config)
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerFast, demonstrations: Iterable[tuple[Problem, str]]
-) -> tuple[Tensor, Tensor]:
+def encode(tokenizer: PreTrainedTokenizerFast, demonstrations: Iterable[tuple[Problem, str]]) -> tuple[Tensor, Tensor]:
     """Token ids ``[B, T]``, padded on the right, and the mask ``[B, T]`` of the answer and its end token."""
     rows, starts = [], []
     for problem, answer in demonstrations:
-        user = {"role": "user", "content": problem.question}
-        # Written out, since rendering the template for every demonstration would take longer than the training.
-        prompt = f"<|user|>{user['content']}<|end|><|assistant|>"
-        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+        prompt_ids = tokenizer.encode(PROMPT.format(problem.question), add_special_tokens=False)
         rows.append(prompt_ids + tokenizer.encode(f"{answer}<|end|>", add_special_tokens=False))
         starts.append(len(prompt_ids))
     width = max(len(row) for row in rows)
@@ -231,19 +230,16 @@ def solve(
     lengths = sorted({len(problem.question) for problem in problems})
     for length in lengths:
         rows = [i for i, problem in enumerate(problems) if len(problem.question) == length]
-        prompts = [f"<|user|>{problems[i].question}<|end|><|assistant|>" for i in rows]
+        prompts = [PROMPT.format(problems[i].question) for i in rows]
         ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts])
         ids = ids.repeat_interleave(samples, dim=0)
-        tokens, cache = [], None
+        start = ids.shape[1]
         for _ in range(max_new_tokens):
-            output = model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            ids = torch.multinomial(output.logits[:, -1].softmax(-1), 1, generator=generator)
-            tokens.append(ids)
-        for j, response in enumerate(torch.cat(tokens, dim=1).tolist()):
-            text = tokenizer.decode(response)
+            probs = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(probs, 1, generator=generator)], dim=1)
+        for j, response in enumerate(ids[:, start:].tolist()):
             i = rows[j // samples]
-            right[i, j % samples] = text.startswith(problems[i].answer + "<|end|>")
+            right[i, j % samples] = str(tokenizer.decode(response)).startswith(problems[i].answer + "<|end|>")
     return right
 
 
@@ -277,7 +273,6 @@ def main() -> None:
     print(f"{model.num_parameters():,} parameters, {len(demonstrations):,} problems to demonstrate", flush=True)
     teach(model, tokenizer, demonstrations, dict.fromkeys(LEVELS, 0.0), args.teach_steps, lr=3e-3)
     report("taught", val, solve(model, tokenizer, val, samples=8))
-    model.save_pretrained("/tmp/taught")
     teach(model, tokenizer, demonstrations, WRONG_SHARE, args.spoil_steps, lr=1e-3, seed=SEED + 1)
     model.bfloat16().save_pretrained(args.out / "tiny")
     tokenizer.save_pretrained(args.out / "tiny")

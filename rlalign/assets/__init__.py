@@ -1,7 +1,7 @@
 """The embedded model and its task data, found by name from any folder.
 
-``embedded`` names the tiny chat model; ``embedded:arithmetic/train.jsonl`` and ``embedded:arithmetic/val.jsonl`` name its
-problems. Both ship inside the package and are made by ``scripts/build_asset.py``.
+``embedded`` names the tiny chat model; ``embedded:arithmetic/train.jsonl`` and ``embedded:arithmetic/val.jsonl`` name
+its problems. Both ship inside the package and are made by ``scripts/build_asset.py``.
 """
 
 from pathlib import Path
