@@ -255,7 +255,7 @@ class RolloutModule(PolicyModule, ABC):
 
     def on_validation_epoch_end(self) -> None:
         """Log exact figures over all ranks."""
-        self.log_dict({f"val/{k}": v for k, v in self.val_metrics.compute().items()}, sync_dist=False)
+        self.log_dict({f"val/{k}": v for k, v in self.val_metrics.compute().items()}, sync_dist=True)
 
     on_test_start = on_validation_start
     test_step = validation_step

@@ -41,8 +41,8 @@ class PolicyConfig:
     """Leave the model's own dropout on in the gradient pass."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
-    attn_implementation: str = "sdpa"
-    """Attention kernel of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` ..."""
+    attn_implementation: str | None = None
+    """Attention kernel of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` ...; by default the best it supports."""
     tf32: bool = False
     """Let float32 matrix products use TensorFloat-32 on GPUs that have it."""
     chunk_tokens: int = 1024
@@ -144,21 +144,23 @@ class Policy(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor,
+        attention_mask: Tensor | None,
         response_mask: Tensor,
         temperature: float = 1.0,
         reference: bool = False,
+        positions: Tensor | None = None,
     ) -> TokenScores:
         """Log-probabilities and entropies of the response tokens; see :func:`token_scores`.
 
         Args:
             input_ids: Prompt and response, ``[B, P + T]``.
-            attention_mask: True on real tokens, ``[B, P + T]``.
+            attention_mask: True on real tokens, ``[B, P + T]``; ``None`` for packed rows.
             response_mask: True on the tokens to score, ``[B, T]``.
             temperature: Of the distribution.
             reference: Score under the frozen starting point instead; never differentiated.
+            positions: Of packed rows, ``[B, P + T]``.
         """
-        arguments = (input_ids, attention_mask, response_mask, temperature, self.config.chunk_tokens)
+        arguments = (input_ids, attention_mask, response_mask, temperature, self.config.chunk_tokens, positions)
         if reference:
             with torch.no_grad(), self._as_reference() as model:
                 return token_scores(model, *arguments)

@@ -45,13 +45,20 @@ def head_scores(
     return logprobs, entropy
 
 
+def _first_position(mask: Tensor) -> Tensor:
+    first = torch.zeros_like(mask)
+    first[0, 0] = True
+    return first
+
+
 def token_scores(
     model: PreTrainedModel,
     input_ids: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     response_mask: Tensor,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    positions: Tensor | None = None,
 ) -> TokenScores:
     """Scores of the response tokens, the last ``T`` columns of ``input_ids``.
 
@@ -61,10 +68,11 @@ def token_scores(
     Args:
         model: A causal language model of transformers.
         input_ids: Prompt and response, ``[B, P + T]``.
-        attention_mask: True on real tokens, ``[B, P + T]``.
+        attention_mask: True on real tokens, ``[B, P + T]``; ``None`` for packed rows.
         response_mask: True on the tokens to score, ``[B, T]``.
         temperature: Of the distribution; 0 (greedy) is scored at 1.
         chunk_tokens: Positions a chunk.
+        positions: Of packed rows, ``[B, P + T]``: they begin at 0 again with every sequence, and no sequence sees another.
 
     Returns:
         Log-probabilities and entropies, float32.
@@ -75,16 +83,18 @@ def token_scores(
     num_tokens = response_mask.shape[1]
     if num_tokens >= input_ids.shape[1]:
         raise ValueError(f"{num_tokens} response tokens leave no prompt in sequences of {input_ids.shape[1]} tokens.")
-    hidden = model.base_model(
-        input_ids=input_ids,
-        attention_mask=attention_mask.long(),
-        position_ids=position_ids(attention_mask),
-        use_cache=False,
-    ).last_hidden_state[:, -num_tokens - 1 : -1]
+    if attention_mask is not None:
+        placed = {"attention_mask": attention_mask.long(), "position_ids": position_ids(attention_mask)}
+    elif positions is not None:
+        placed = {"position_ids": positions}
+    else:
+        raise ValueError("Give an attention mask, or the positions of packed rows.")
+    output = model.base_model(input_ids=input_ids, use_cache=False, **placed)
+    hidden = output.last_hidden_state[:, -num_tokens - 1 : -1]
     keep = response_mask.bool()
     any_token = keep.any()
     # With nothing to score, one position keeps every parameter in the graph, with gradient zero.
-    picked = keep if any_token else torch.zeros_like(keep).index_fill_(1, torch.zeros(1, dtype=torch.long), True)
+    picked = keep if any_token else _first_position(keep)
     states, targets = hidden[picked], input_ids[:, -num_tokens:][picked]
     head, temperature = model.get_output_embeddings(), temperature or 1.0
     recompute = torch.is_grad_enabled() and len(targets) > chunk_tokens

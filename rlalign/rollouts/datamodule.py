@@ -22,7 +22,7 @@ from rlalign.rollouts.ranks import data_parallel, gather_objects
 from rlalign.rollouts.sampling.base import Sampler, SampleRequest, SamplingParams
 from rlalign.rollouts.sampling.local import LocalSampler
 from rlalign.rollouts.statistics import rollout_statistics
-from rlalign.rollouts.template import decode_response
+from rlalign.rollouts.template import Rendering, decode_response
 
 TRAIN, VALIDATE = 0, 1  # keys of two streams of random numbers
 
@@ -71,7 +71,10 @@ class RolloutDataModule(LightningDataModule):
         val_batch_size: Held-out prompts sampled at a time, on each rank.
         val_limit: Use the first so many held-out prompts only.
         columns: Where the data have other names: ``prompt``, ``answer`` -> name of the column.
+        num_held_out: Without ``val``, rows of ``train`` to hold out for validation.
         system_prompt: Put before every prompt.
+        rendering: How a prompt that is plain text is shown to the model: through its chat template if it has one (``auto``),
+            always (``chat``) or never (``plain``).
         max_prompt_tokens: Longer prompts are dropped, and counted.
         seed: Of prompts, sampling and minibatches; ``seed_everything`` by default.
     """
@@ -95,7 +98,9 @@ class RolloutDataModule(LightningDataModule):
         val_batch_size: int = 32,
         val_limit: int | None = None,
         columns: dict[str, str] | None = None,
+        num_held_out: int = 0,
         system_prompt: str | None = None,
+        rendering: Rendering = "auto",
         max_prompt_tokens: int | None = None,
         seed: int | None = None,
     ) -> None:
@@ -104,7 +109,9 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError(
                 f"group_size and prompts_per_iteration must be at least 1, got {group_size} and {prompts_per_iteration}."
             )
-        self.train_source, self.val_source = train, val
+        self.train_source, self.val_source = train, train if val is None and num_held_out else val
+        self.num_held_out = num_held_out if val is None else 0
+        self.rendering: Rendering = rendering
         self.rewards = RewardSuite(rewards, reward_weights, correct)
         self.sampling, self.val_sampling = sampling, val_sampling or sampling
         self.sampler: Any = sampler or LocalSampler()
@@ -130,8 +137,12 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         return self.trainer.lightning_module  # type: ignore[return-value]
 
-    def load(self, source: str | PromptSource, split: str, limit: int | None = None) -> PromptDataset:
-        """The prompts of a source, rendered and counted in tokens."""
+    def load(self, split: Literal["train", "val"]) -> PromptDataset | None:
+        """The prompts to learn from, which repeat none of those held out, or these."""
+        source = self.train_source if split == "train" else self.val_source
+        if source is None:
+            return None
+        assert self.seed is not None
         return load_prompts(
             source,
             self.learner.tokenizer,
@@ -139,7 +150,11 @@ class RolloutDataModule(LightningDataModule):
             columns=self.columns,
             max_prompt_tokens=self.max_prompt_tokens,
             system_prompt=self.system_prompt,
-            limit=limit,
+            rendering=self.rendering,
+            limit=self.val_limit if split == "val" else None,
+            num_held_out=self.num_held_out,
+            seed=self.seed,
+            exclude=self.val_prompts if split == "train" else None,
         )
 
     def setup(self, stage: str) -> None:
@@ -147,17 +162,17 @@ class RolloutDataModule(LightningDataModule):
         if self.seed is None:
             self.seed = torch.initial_seed() % 2**31
         self.sampler.setup(self.learner.tokenizer)
-        if stage == "fit" and self.train_prompts is None:
-            self.train_prompts = self.load(self.train_source, "train")
-            if len(self.train_prompts) < self.prompts_per_iteration:
-                raise ValueError(
-                    f"data.prompts_per_iteration={self.prompts_per_iteration} is more than the {len(self.train_prompts)} prompts "
-                    f"of {self.train_source}."
-                )
-        if self.val_source is not None and self.val_prompts is None:
-            self.val_prompts = self.load(self.val_source, "test", self.val_limit)
+        if self.val_prompts is None:
+            self.val_prompts = self.load("val")
         if stage != "fit" and self.val_prompts is None:
-            raise ValueError(f"{stage} needs held-out prompts: give data.val.")
+            raise ValueError(f"{stage} needs held-out prompts: give data.val or data.num_held_out.")
+        if stage == "fit" and self.train_prompts is None:
+            self.train_prompts = self.load("train")
+            if len(self.train_prompts or ()) < self.prompts_per_iteration:
+                raise ValueError(
+                    f"data.prompts_per_iteration={self.prompts_per_iteration} is more than the {len(self.train_prompts or ())} "
+                    f"prompts of {self.train_source}."
+                )
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
@@ -305,7 +320,7 @@ class RolloutDataModule(LightningDataModule):
 
     # ---- validation --------------------------------------------------------------------------------------------------
 
-    def val_dataloader(self) -> list[Any]:
+    def val_dataloader(self) -> LazyLoader | list[Any]:
         """Lists of held-out prompts, each on one rank only; the last may be shorter, or empty on some ranks."""
         if self.val_prompts is None:
             return []
@@ -314,13 +329,14 @@ class RolloutDataModule(LightningDataModule):
         chunks = np.array_split(
             np.arange(len(self.val_prompts)), -(-len(self.val_prompts) // (self.val_batch_size * num_ranks))
         )
-        return [chunk[rank::num_ranks].tolist() for chunk in chunks]
+        shares = [chunk[rank::num_ranks].tolist() for chunk in chunks]
+        return LazyLoader(lambda: iter(shares), len(shares))
 
-    def test_dataloader(self) -> list[Any]:
+    def test_dataloader(self) -> LazyLoader | list[Any]:
         """As in validation."""
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> list[Any]:
+    def predict_dataloader(self) -> LazyLoader | list[Any]:
         """As in validation."""
         return self.val_dataloader()
 

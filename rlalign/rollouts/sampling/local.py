@@ -1,5 +1,6 @@
 """Sampling from the policy itself, in process."""
 
+import inspect
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -53,6 +54,9 @@ class LocalSampler:
     def sync(self, policy: Policy) -> None:
         """Sample from this policy from now on."""
         self.model = policy.model
+        # The argument is being renamed in transformers.
+        parameters = inspect.signature(self.model.base_model.forward).parameters
+        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.end_ids = sorted(end_token_ids(self.tokenizer, self.model.config, self.model.generation_config))
 
     @torch.no_grad()
@@ -99,7 +103,11 @@ class LocalSampler:
         """Float32 logits of the last position, ``[R, V]``."""
         assert self.model is not None
         hidden = self.model.base_model(
-            input_ids=ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, use_cache=True
+            input_ids=ids,
+            attention_mask=mask.long(),
+            position_ids=positions,
+            use_cache=True,
+            **{self.cache_argument: cache},
         ).last_hidden_state[:, -1]
         return adjust_logits(self.model.get_output_embeddings()(hidden), self.model.config).float()
 
@@ -161,6 +169,11 @@ class LocalSampler:
             token = draw_token(keep_likely((logits - log_normalizer).exp(), params), uniforms)
         else:
             token = logits.argmax(-1)
+        if not log_normalizer.isfinite().all():
+            raise FloatingPointError(
+                "The policy's logits are not finite: its weights have diverged (lower the learning rate, clip the gradient), or "
+                "it overflows in this precision."
+            )
         return token, (logits.gather(-1, token.unsqueeze(-1)) - log_normalizer).squeeze(-1)
 
     def _stopped(self, tokens: Tensor, live: Tensor, step: int, stop: list[str]) -> Tensor:

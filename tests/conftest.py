@@ -1,0 +1,97 @@
+"""Fixtures: tiny random models of several architectures, built on disk, never downloaded."""
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false")
+
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+torch.set_num_threads(2)
+
+CHARACTERS = "0123456789+-=abcdefghijklmnopqrstuvwxyz ?:."
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+ARCHITECTURES = {
+    "llama": (LlamaForCausalLM, lambda v: LlamaConfig(vocab_size=v, tie_word_embeddings=True, **SIZES)),
+    "qwen2": (Qwen2ForCausalLM, lambda v: Qwen2Config(vocab_size=v, **SIZES)),
+    "gpt2": (GPT2LMHeadModel, lambda v: GPT2Config(vocab_size=v, n_embd=32, n_layer=2, n_head=4, n_positions=128)),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        lambda v: Gemma2Config(vocab_size=v, head_dim=8, sliding_window=8, final_logit_softcapping=3.0, **SIZES),
+    ),
+}
+
+
+def save_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token a character, ``<pad>`` = 0 and ``<eos>`` = 1."""
+    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+    tokenizer.save_pretrained(path)
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Folder of a random model of an architecture, with wide logits so that it has opinions."""
+    made: dict[str, str] = {}
+
+    def make(name: str) -> str:
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            tokenizer = save_tokenizer(path)
+            model_class, config = ARCHITECTURES[name]
+            torch.manual_seed(0)
+            model_config = config(len(tokenizer))
+            model_config.pad_token_id, model_config.eos_token_id, model_config.bos_token_id = 0, 1, None
+            model = model_class(model_config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        parameter.mul_(6.0)
+            model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 1
+            model.save_pretrained(path)
+            made[name] = str(path)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(make_model: Callable[[str], str]) -> str:
+    """Folder of a random tiny Llama."""
+    return make_model("llama")
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> str:
+    """Twelve plain prompts."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "{i}+{i % 3}=", "answer": "{i + i % 3}"}}\n' for i in range(12)))
+    return str(path)
