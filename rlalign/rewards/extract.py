@@ -52,10 +52,12 @@ def gold_text(example: Mapping[str, Any], key: str) -> str | None:
     return None if value is None else str(value).rpartition("####")[2].strip() or None
 
 
-def numbers(text: str) -> list[Fraction]:
-    """Every number in a text, exactly: signs, thousands, currencies, decimals, powers of ten and ``a/b`` understood."""
-    found = (_number(match) for match in _NUMBER.finditer(text.replace("{,}", ",")))
-    return [number for number in found if number is not None]
+def numbers(text: str) -> list[Fraction | None]:
+    """Every number in a text, exactly: signs, thousands, currencies, decimals, powers of ten and ``a/b`` understood.
+
+    ``None`` stands for one that has no value (``1/0``) or is too long to be an answer.
+    """
+    return [_number(match) for match in _NUMBER.finditer(text.replace("{,}", ","))]
 
 
 def _number(match: re.Match[str]) -> Fraction | None:

@@ -55,13 +55,13 @@ class NumericMatch:
     def __call__(self, example: Mapping[str, Any], response: str) -> float | None:
         """Score one response."""
         gold = numbers(gold_text(example, self.key) or "")
-        if len(gold) != 1:
+        if len(gold) != 1 or gold[0] is None:
             return None
         return float(self.answer(response) == str(gold[0]))
 
     def answer(self, response: str) -> str | None:
         """The number that the response answers, in lowest terms (``"7/2"``); ``None`` if there is none."""
         found = numbers(final_answer(response))
-        if not found or (self.which == "only" and len(found) > 1):
+        if not found or found[-1] is None or (self.which == "only" and len(found) > 1):
             return None
         return str(found[-1])

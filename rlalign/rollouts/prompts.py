@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +19,6 @@ from rlalign.data.formats import Columns, recognise
 from rlalign.functional.draws import hashed_permutation
 from rlalign.rollouts.template import Rendering, render_prompt
 
-Split = Literal["train", "val", "test"]
 Example = dict[str, Any]
 
 _SPLIT_NAMES: dict[str, tuple[str, ...]] = {
@@ -49,10 +48,16 @@ class Prompt:
 
 
 class PromptSource(ABC):
-    """Something that rows of data come from."""
+    """Something that rows of data come from.
+
+    Attributes:
+        distinct: Whether a prompt that occurs again is dropped, since its rows are draws and not chosen by anyone.
+    """
+
+    distinct: ClassVar[bool] = False
 
     @abstractmethod
-    def rows(self, split: Split, num_held_out: int = 0, seed: int = 0) -> Sequence[Example]:
+    def rows(self, split: str, num_held_out: int = 0, seed: int = 0) -> Sequence[Example]:
         """The rows of one split.
 
         Args:
@@ -76,14 +81,17 @@ class Table(PromptSource):
     name: str | None = None
     split: str | None = None
 
-    def rows(self, split: Split, num_held_out: int = 0, seed: int = 0) -> Sequence[Example]:
+    def __str__(self) -> str:
+        return self.path
+
+    def rows(self, split: str, num_held_out: int = 0, seed: int = 0) -> Sequence[Example]:
         """The rows of one split; with ``num_held_out``, ``val`` is that many of the training rows, drawn by the seed.
 
         Raises:
-            FileNotFoundError: If the file does not exist.
+            FileNotFoundError: If there is no such file, folder or data set.
             ValueError: If the data cannot be read, has no such split, or fewer rows than are to be held out.
         """
-        wanted: Split = "train" if num_held_out else split
+        wanted = "train" if num_held_out else split
         table = self._open(wanted)
         if not num_held_out:
             return table
@@ -93,25 +101,30 @@ class Table(PromptSource):
         held_out = split != "train"
         return table.select(sorted(order[:num_held_out] if held_out else order[num_held_out:]))
 
-    def _open(self, split: Split) -> Any:
+    def _open(self, split: str) -> Any:
         import datasets
 
         from rlalign.assets import resolve
 
-        path = Path(resolve(self.path))
+        path = Path(resolve(self.path)).expanduser()
         file_format = _FILE_FORMATS.get(path.suffix)
         try:
             if path.is_file() and file_format:
                 if path.stat().st_size == 0:
                     raise ValueError("the file is empty")
-                found = datasets.load_dataset(file_format, data_files=str(path))
-                return found[self.split or "train"]
+                found = datasets.load_dataset(file_format, data_files=str(path), split=self.split or "train")
+                return _with_dates_as_text(found, path) if file_format == "json" else found
             if file_format or (self.path.startswith(("/", ".", "~")) and not path.exists()):
                 raise FileNotFoundError(f"There is no file '{self.path}'.")
             on_disk = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
             found = datasets.load_from_disk(str(path)) if on_disk else datasets.load_dataset(str(path), self.name)
+        except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
+            raise FileNotFoundError(
+                f"'{self.path}' is no file or folder here, and no data set of the hub: {error}"
+            ) from error
         except (ValueError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(f"'{self.path}' cannot be read as prompts: {error.__cause__ or error}.") from error
+            reason = " ".join(str(error.__cause__ or error).split())
+            raise ValueError(f"'{self.path}' cannot be read as a table of prompts: {reason}.") from error
         if isinstance(found, datasets.Dataset):
             return found
         names = (self.split,) if self.split else _SPLIT_NAMES[split]
@@ -125,8 +138,8 @@ class Table(PromptSource):
 class ReasoningGym(PromptSource):
     """Procedural problems of reasoning-gym, scored by :class:`rlalign.rewards.ReasoningGymScorer`.
 
-    Train, validation and test draw from ranges of seeds that never meet; the same problem drawn twice in a split is
-    dropped. The same problem may still be drawn in two splits where a task has few: ``load_prompts(exclude=...)``.
+    Train, validation and test draw from ranges of seeds that never meet. Where a task has few problems the same one is
+    drawn again: in one split it is dropped and counted, in two splits it is for ``load_prompts(exclude=...)`` to drop.
 
     Attributes:
         task: Name of the task, ``chain_sum``, say.
@@ -139,8 +152,12 @@ class ReasoningGym(PromptSource):
     size: int = 1000
     seed: int = 0
     config: dict[str, Any] = field(default_factory=dict)
+    distinct: ClassVar[bool] = True
 
-    def rows(self, split: Split, num_held_out: int = 0, seed: int = 0) -> Sequence[Example]:
+    def __str__(self) -> str:
+        return f"reasoning_gym:{self.task}"
+
+    def rows(self, split: str, num_held_out: int = 0, seed: int = 0) -> Sequence[Example]:
         """The problems of one split; with ``num_held_out``, ``val`` and ``test`` have that many instead of ``size``.
 
         Raises:
@@ -151,10 +168,9 @@ class ReasoningGym(PromptSource):
 
         size = num_held_out if num_held_out and split != "train" else self.size
         draws = create_task(self.task, {**self.config, "size": size, "seed": self.split_seed(split)})
-        unique = {row["question"]: row for row in (draws[i] for i in range(size))}
-        return list(unique.values())
+        return [draws[i] for i in range(size)]
 
-    def split_seed(self, split: Split) -> int:
+    def split_seed(self, split: str) -> int:
         """The task's seed. Problem ``i`` is drawn with this seed plus ``i``, so the splits lie 2**30 apart."""
         start = int.from_bytes(hashlib.sha256(str(self.seed).encode()).digest()[:8], "big") % 2**29
         return start + {"train": 0, "val": 2**30, "test": 2**31}[split]
@@ -193,7 +209,10 @@ class PromptDataset(Dataset[Prompt]):
         return len(self.kept)
 
     def __getitem__(self, index: int) -> Prompt:
-        row = dict(self.rows[self.kept[index]])
+        return self.tokenised(index, self.rows[self.kept[index]])
+
+    def tokenised(self, index: int, row: Example) -> Prompt:
+        """The prompt that a row is, with this index."""
         prompt = self.columns.prompt(row)
         ids, prefill = render_prompt(self.tokenizer, prompt, self.system_prompt, self.rendering)
         canonical = {"prompt": prompt}
@@ -211,7 +230,7 @@ def load_prompts(
     source: str | PromptSource,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    split: Split = "train",
+    split: str = "train",
     columns: Mapping[str, str] | None = None,
     max_prompt_tokens: int | None = None,
     system_prompt: str | None = None,
@@ -226,7 +245,7 @@ def load_prompts(
     Args:
         source: A path or name as in :class:`Table`, ``reasoning_gym:TASK?size=500&min_terms=2``, or a source.
         tokenizer: Of the model that is to answer.
-        split: What the prompts are for.
+        split: What the prompts are for: ``train``, ``val`` or ``test``.
         columns: Field -> column, where the recognised one is not the right one (``{"answer": "gold"}``).
         max_prompt_tokens: Longer prompts are dropped and counted, never cut.
         system_prompt: Put before every prompt.
@@ -240,36 +259,58 @@ def load_prompts(
         The prompts, with ``description`` and ``dropped`` (reason -> count).
 
     Raises:
-        ValueError: If a column is missing, or no prompt is left.
+        ValueError: If a column is missing, there is no such split, or no prompt is left.
     """
+    if split not in _SPLIT_NAMES:
+        raise ValueError(f"split must be one of {', '.join(_SPLIT_NAMES)}, got '{split}'.")
     source = parse_source(source) if isinstance(source, str) else source
     rows = source.rows(split, num_held_out, seed)
     if not len(rows):
         raise ValueError(f"{source} has no rows.")
     names = getattr(rows, "column_names", None) or list(rows[0])
     found = recognise(names, columns, need=("prompt",), want=("answer",))
-    seen = {prompt.ids for prompt in exclude} if exclude is not None else set()  # type: ignore[attr-defined]
-    kept: list[int] = []
+    prompts = PromptDataset(rows, found, tokenizer, None, system_prompt, rendering)
     dropped: Counter[str] = Counter()
-    for index, row in enumerate(rows):
-        if limit is not None and len(kept) == limit:
-            break
-        prompt = found.prompt(row)
-        ids, _ = render_prompt(tokenizer, prompt, system_prompt, rendering)
-        if _is_empty(prompt):
-            dropped["empty"] += 1
-        elif max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
-            dropped[f"longer than {max_prompt_tokens} tokens"] += 1
-        elif tuple(ids) in seen:
-            dropped["among the held-out ones"] += 1
-        else:
-            kept.append(index)
+    kept = _keep(prompts, max_prompt_tokens, limit, exclude, source.distinct, dropped)
     description = f"{len(kept)} {split} prompts of {source}: {found.description}"
     description += "".join(f"; dropped {n} {why}" for why, n in dropped.items())
     if not kept:
         raise ValueError(f"No prompt is left: {description}.")
     _print_once(description)
     return PromptDataset(rows, found, tokenizer, kept, system_prompt, rendering, description, dropped)
+
+
+def _keep(
+    prompts: PromptDataset,
+    max_prompt_tokens: int | None,
+    limit: int | None,
+    exclude: PromptDataset | None,
+    distinct: bool,
+    dropped: Counter[str],
+) -> list[int]:
+    """Which prompts stay; what does not is counted in ``dropped``."""
+    excluded = set() if exclude is None else {exclude[i].ids for i in range(len(exclude))}
+    seen: set[tuple[int, ...]] = set()
+    kept: list[int] = []
+    for index in range(len(prompts)):
+        if limit is not None and len(kept) == limit:
+            break
+        row = prompts.rows[index]
+        if _is_empty(prompts.columns.prompt(row)):
+            dropped["empty"] += 1
+            continue
+        ids = prompts.tokenised(index, row).ids
+        if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
+            dropped[f"longer than {max_prompt_tokens} tokens"] += 1
+        elif ids in excluded:
+            dropped["among the excluded ones"] += 1
+        elif ids in seen:
+            dropped["seen before"] += 1
+        else:
+            kept.append(index)
+            if distinct:
+                seen.add(ids)
+    return kept
 
 
 def parse_source(source: str) -> PromptSource:
@@ -283,7 +324,10 @@ def parse_source(source: str) -> PromptSource:
         ValueError: If a parameter is unknown.
     """
     path, _, query = source.partition("?")
-    options = {key: _literal(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
+    try:
+        options = {key: _literal(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
+    except ValueError as error:
+        raise ValueError(f"'{source}': parameters are written NAME=VALUE, joined by '&'.") from error
     if path.startswith("reasoning_gym:"):
         own = {key: options.pop(key) for key in ("size", "seed") if key in options}
         return ReasoningGym(path.removeprefix("reasoning_gym:"), config=options, **own)
@@ -342,6 +386,19 @@ def _pass_order(num_prompts: int, pass_number: int, prompts_per_iteration: int, 
         order = hashed_permutation(num_prompts, seed, _PASSES, number).tolist()
         order[:prompts_per_iteration] = sorted(order[:prompts_per_iteration], key=recent.__contains__)
     return order
+
+
+def _with_dates_as_text(table: Any, path: Path) -> Any:
+    """The table itself, unless its reader took text for points in time and so changed it ("2020-01-01")."""
+    import datasets
+
+    if "timestamp" not in str(table.features):
+        return table
+    text = path.read_text(encoding="utf-8")
+    rows = (
+        json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line]
+    )
+    return datasets.Dataset.from_list(rows)
 
 
 def _is_empty(prompt: Any) -> bool:
