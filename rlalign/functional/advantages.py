@@ -30,7 +30,7 @@ def group_advantages(
     Args:
         rewards: One reward per response, ``[B]``; the samples of one prompt are adjacent.
         group_size: Samples per prompt, at least 2 and a divisor of ``B``.
-        valid: False where a response has no usable reward, ``[B]``; it gets 0 and does not touch the others' statistics.
+        valid: False where a response has no usable reward, ``[B]``; it gets 0 and leaves the others' alone.
         scale: Whether to divide by the standard deviation of the group.
         ddof: 1 divides the squared deviations by ``n - 1`` (as torch does), 0 by ``n``.
         eps: Added to the standard deviation.
@@ -120,8 +120,8 @@ def gae(
         mask: True where the policy wrote the token, ``[B, T]``.
         gamma: Discount per token, in ``[0, 1]``.
         lam: Mixes one-step (0) and whole-return (1) estimates, in ``[0, 1]``.
-        bootstrap: Predicted value of the state after the last token, ``[B]``: of a response that was cut off. It must be
-            0 for one that ended, and is 0 for all by default.
+        bootstrap: Predicted value of the state after the last token, ``[B]``: of a response that was cut off. It must
+            be 0 for one that ended, and is 0 for all by default.
 
     Returns:
         Advantages and returns (advantages plus values), each ``[B, T]``, zero outside the mask, without gradient.

@@ -1,8 +1,8 @@
 """Kullback-Leibler divergences and entropies, in nats.
 
 Estimators of KL(policy || reference) from tokens that the policy sampled. Two questions are apart: what a value is on
-average, and what its *gradient under autograd* is on average when the value stands in a loss. For a policy softmax(0, 0)
-and a reference (.8, .2) the KL is .22314 and its gradient with respect to the logits [-.34657, .34657]:
+average, and what its *gradient under autograd* is on average when the value stands in a loss. For a policy
+softmax(0, 0) and a reference (.8, .2) the KL is .22314 and its gradient with respect to the logits [-.34657, .34657]:
 
 ==========  =======================  ==============================================================
 estimator   mean value               mean gradient
@@ -71,8 +71,8 @@ def kl_k3(
 
     .. math:: k_3 = e^{\delta} - 1 - \delta, \quad \delta = \log\pi_{ref} - \log\pi_\theta
 
-    It explodes on a token that the policy drew against its odds: with log-probability -10, and -1 under the reference, it
-    is 8093. The default limit is the one in common use; log the largest value with ``max_value=None`` to see what it
+    It explodes on a token that the policy drew against its odds: with log-probability -10, and -1 under the reference,
+    it is 8093. The default limit is the one in common use; log the largest value with ``max_value=None`` to see what it
     hides.
 
     Source: Schulman 2020; in a loss, Shao et al. 2024, eq. 4 (https://arxiv.org/abs/2402.03300).

@@ -4,6 +4,8 @@ Nothing here keeps a state: a draw is a hash of integer keys such as (seed, iter
 therefore the same whatever shares its batch, however many ranks there are, and after any resume.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -89,7 +91,7 @@ def fold_in(*keys: int) -> int:
         TypeError: If a key is not an integer.
         ValueError: If there is no key, or one does not fit into 64 bits with sign.
     """
-    _check_keys(keys)
+    _check_keys(keys, tensors=False)
     state = 0
     for key in keys:
         state = ((state ^ (key % _TWO_64)) + _GAMMA) % _TWO_64
@@ -103,7 +105,7 @@ def draw_token(probs: Tensor, uniforms: Tensor) -> Tensor:
     """The token at which each row's cumulative distribution passes its uniform number.
 
     Probabilities are counted in whole units of 2**-40, so that their sum is exact and does not depend on its order: the
-    same row and number give the same token on any device and in any batch. A token below one unit (9e-13) is never drawn.
+    same row and number give the same token on any device and in any batch. A token below a unit (9e-13) is never drawn.
 
     Args:
         probs: Probabilities, ``[R, V]`` float32, not negative; they need not sum to exactly 1.
@@ -120,8 +122,8 @@ def draw_token(probs: Tensor, uniforms: Tensor) -> Tensor:
         raise ValueError(f"Expected probs [R, V] and uniforms [R], got {list(probs.shape)} and {list(uniforms.shape)}.")
     if uniforms.dtype != torch.float64:
         raise ValueError(f"uniforms must be float64, got {uniforms.dtype}: float32 can round up to 1.")
-    # In two levels, chunks then tokens: a cumulative sum over the whole vocabulary costs more than all of the rest. A few
-    # rows at a time: as whole numbers the probabilities take twice the memory, and a large block of it is slow to get.
+    # In two levels, chunks then tokens: a cumulative sum over the whole vocabulary costs more than all of the rest. A
+    # few rows at a time: the whole numbers take twice the memory, and a large block of it is slow to get.
     size = probs.shape[1]
     rows = probs.split(max(1, _BLOCK // size))
     chunk_ends = torch.cat([_chunk_sums((part * _UNITS).long()) for part in rows]).cumsum(-1)
@@ -152,11 +154,11 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _check_keys(keys: tuple[Tensor | int, ...]) -> None:
+def _check_keys(keys: Sequence[Tensor | int], tensors: bool = True) -> None:
     if not keys:
         raise ValueError("A hashed draw needs at least one key.")
     for position, key in enumerate(keys):
-        if isinstance(key, Tensor):
+        if tensors and isinstance(key, Tensor):
             if key.is_floating_point() or key.is_complex():
                 raise TypeError(f"Key {position} of a hashed draw must hold integers, got a tensor of {key.dtype}.")
         elif not isinstance(key, int):

@@ -37,7 +37,7 @@ def reduce_loss(
         max_tokens: The fixed length of ``"constant"``, usually the longest response allowed; never the padded width.
 
     Returns:
-        The share of these rows in the loss of the step, a scalar.
+        The share of these rows in the loss of the step, a scalar, float32 or wider.
 
     Raises:
         ValueError: If the shapes disagree, the reduction is unknown, ``normalizer`` is negative, or ``max_tokens`` is
@@ -56,6 +56,7 @@ def reduce_loss(
     if not isinstance(normalizer, Tensor) and not normalizer >= 0:
         raise ValueError(f"normalizer must be a count of tokens or sequences, 0 or more, got {normalizer}.")
 
+    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # bfloat16 cannot hold a count above 256 exactly
     normalizer = torch.as_tensor(normalizer, dtype=loss.dtype, device=loss.device)
     is_empty = normalizer == 0
     mask = mask.bool() & ~is_empty

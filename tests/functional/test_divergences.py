@@ -48,9 +48,7 @@ def test_estimators_agree_with_polgrad_and_verl(tokens, value_and_grad, name):
         lambda x: polgrad.kl_estimate(x, tokens.ref, kind, response_mask=everywhere).sum(), tokens.logprobs
     )
     torch.testing.assert_close(got, theirs)
-    theirs = value_and_grad(
-        lambda x: verl_core_algos.kl_penalty_forward(x, tokens.ref, name).sum(), tokens.logprobs
-    )
+    theirs = value_and_grad(lambda x: verl_core_algos.kl_penalty_forward(x, tokens.ref, name).sum(), tokens.logprobs)
     torch.testing.assert_close(got, theirs)
 
 
@@ -62,9 +60,7 @@ def test_k3_has_the_default_limits_of_verl(value_and_grad, logprob, ref):
     torch.testing.assert_close(got, theirs)
 
 
-@pytest.mark.parametrize(
-    ("name", "gradient"), [("k1", [0.0, 0.0]), ("k2", [-0.34657, 0.34657]), ("k3", [-0.3, 0.3])]
-)
+@pytest.mark.parametrize(("name", "gradient"), [("k1", [0.0, 0.0]), ("k2", [-0.34657, 0.34657]), ("k3", [-0.3, 0.3])])
 def test_expected_gradient_under_autograd_kf21(name, gradient):
     logits = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.8, 0.2], dtype=torch.float64).log()

@@ -28,7 +28,9 @@ def test_log_probabilities_are_of_the_full_distribution_kf16():
     logits = torch.tensor([0.6, 0.3, 0.08, 0.02]).log()
     full = token_logprobs(logits, torch.tensor(0))
     assert full.item() == pytest.approx(-0.5108, abs=5e-5)
-    renormalised = token_logprobs(logits.masked_fill(torch.tensor([False, False, True, True]), -torch.inf), torch.tensor(0))
+    renormalised = token_logprobs(
+        logits.masked_fill(torch.tensor([False, False, True, True]), -torch.inf), torch.tensor(0)
+    )
     assert renormalised.item() == pytest.approx(-0.4055, abs=5e-5)
     assert (full - renormalised).exp().item() == pytest.approx(0.9)
 

@@ -1,4 +1,4 @@
-"""The clipped surrogate against its formula in plain floats, against finite differences, and against other libraries."""
+"""The clipped surrogate against its formula in plain floats, finite differences and other libraries."""
 
 import math
 

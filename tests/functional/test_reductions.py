@@ -26,7 +26,9 @@ def in_floats(loss, mask, reduction, count, max_tokens=8):
     weights = torch.zeros_like(loss)
     for b, t in mask.nonzero().tolist():
         length = sum(mask[b].tolist())
-        weights[b, t] = {"token": 1 / count, "sequence": 1 / length / count, "constant": 1 / max_tokens / count}[reduction]
+        weights[b, t] = {"token": 1 / count, "sequence": 1 / length / count, "constant": 1 / max_tokens / count}[
+            reduction
+        ]
     return sum(w * x for w, x in zip(weights.flatten().tolist(), loss.flatten().tolist(), strict=True)), weights
 
 
@@ -62,14 +64,13 @@ def test_token_mean_over_the_whole_step_kf1():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_loss_scaled_by_the_accumulation_survives_its_division_kf2(value_and_grad, accumulate):
+def test_accumulation_does_not_divide_a_second_time_kf2(value_and_grad, accumulate):
     loss = torch.tensor([[8.0, 0, 0], [0, 0, 4], [0, 0, 0], [0, 0, 0]])
     mask = torch.tensor([[1, 0, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]])
 
     def step(x):
         parts = zip(x.chunk(accumulate), mask.chunk(accumulate), strict=True)
-        # A training step returns its share times the accumulation, by which the trainer divides.
-        return sum(reduce_loss(part, m, "token", 4) * accumulate / accumulate for part, m in parts)
+        return sum(reduce_loss(part, m, "token", 4) for part, m in parts)
 
     value, gradient = value_and_grad(step, loss)
     assert value.item() == 3.0
@@ -137,9 +138,7 @@ def test_an_empty_row_beside_a_full_one_is_zero_kf7(value_and_grad, reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("junk", [math.nan, math.inf])
 def test_reduction_never_reads_outside_the_mask(tokens, value_and_grad, reduction, junk):
-    got = value_and_grad(
-        lambda x: reduced(x, tokens.mask, reduction), tokens.logprobs.masked_fill(~tokens.mask, junk)
-    )
+    got = value_and_grad(lambda x: reduced(x, tokens.mask, reduction), tokens.logprobs.masked_fill(~tokens.mask, junk))
     expected = value_and_grad(lambda x: reduced(x, tokens.mask, reduction), tokens.logprobs)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
@@ -165,6 +164,12 @@ def test_reduction_agrees_with_polgrad_verl_and_openrlhf(tokens, value_and_grad,
             lambda x: openrlhf_loss.aggregate_loss(x, tokens.mask, reduction == "token"), tokens.logprobs
         )
         torch.testing.assert_close(got, theirs, rtol=1e-7, atol=1e-8)
+
+
+def test_counts_are_exact_whatever_the_precision_of_the_loss():
+    loss = torch.ones(1, 1001, dtype=torch.bfloat16)
+    assert reduce_loss(loss, torch.ones(1, 1001), "token", 1001).item() == 1.0
+    assert reduce_loss(loss, torch.ones(1, 1001), "sequence", 1).item() == 1.0
 
 
 @pytest.mark.parametrize(
