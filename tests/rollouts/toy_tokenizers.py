@@ -18,7 +18,8 @@ WITH_BOS = "{{ bos_token }}" + SMOLLM2
 
 THINKING = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{{ message['content'] if loop.last else message['content'].split('</think>')[-1] }}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{{ message['content'] if loop.last else message['content'].split('</think>')[-1] }}{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
 """As DeepSeek-R1's: forgets the thinking of earlier turns, opens that of the next."""

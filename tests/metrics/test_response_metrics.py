@@ -1,0 +1,143 @@
+from itertools import pairwise
+from math import comb
+
+import pytest
+import torch
+
+from rlalign.metrics import MajorityAtK, MeanLength, PassAtK, TruncationRate, UnscoredRate, validation_metrics
+from rlalign.rollouts.batch import Rollout
+
+
+def merged(*ranks):
+    """The metric of one rank after the states of all were reduced as torchmetrics reduces them."""
+    first = ranks[0]
+    for name, reduce in first._reductions.items():
+        setattr(first, name, reduce(torch.stack([getattr(rank, name) for rank in ranks])))
+    first._computed = None
+    return first
+
+
+def pass_at_k(n, c, k):
+    return 1 - comb(n - c, k) / comb(n, k)
+
+
+@pytest.mark.parametrize(("n", "c", "k", "value"), [(4, 1, 4, 1.0), (4, 1, 2, 0.5), (10, 3, 5, 0.91667), (4, 0, 2, 0)])
+def test_pass_at_k_of_one_prompt(n, c, k, value):
+    metric = PassAtK(k)
+    metric.update(torch.arange(n) < c)
+    assert metric.compute().item() == pytest.approx(value, abs=1e-5)
+
+
+def test_pass_at_k_is_the_mean_over_prompts():
+    counts = [0, 3, 4, 1]
+    one, several = PassAtK(2), PassAtK(2)
+    rows = torch.stack([torch.arange(4) < c for c in counts])
+    several.update(rows)
+    for row in rows:
+        one.update(row)
+    expected = sum(pass_at_k(4, c, 2) for c in counts) / 4
+    assert several.compute().item() == one.compute().item() == pytest.approx(expected)
+
+
+def test_ranks_with_unequal_data_give_the_mean_over_all_and_no_mean_of_means():
+    ranks = [PassAtK(1), PassAtK(1), PassAtK(1)]
+    ranks[0].update(torch.tensor([[True, False, False, False]] * 3))  # 3 of 12
+    ranks[1].update(torch.tensor([True, True, True, False]))  # 3 of 4; the third rank has nothing
+    assert merged(*ranks).compute().item() == pytest.approx(6 / 16)
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_any_split_over_ranks_gives_the_same_figure():
+    torch.manual_seed(0)
+    correct, lengths = torch.rand(12, 5) < 0.4, torch.randint(1, 90, (12, 5))
+    expected_pass = sum(pass_at_k(5, int(row.sum()), 3) for row in correct) / 12
+    for cuts in ([0, 12], [0, 5, 12], [0, 0, 1, 12]):
+        passes, sizes = [], []
+        for start, stop in pairwise(cuts):
+            passes.append(PassAtK(3))
+            sizes.append(MeanLength())
+            for row in range(start, stop):
+                passes[-1].update(correct[row])
+                sizes[-1].update(lengths[row])
+        assert merged(*passes).compute().item() == pytest.approx(expected_pass, abs=1e-7)
+        assert merged(*sizes).compute().item() == pytest.approx(sum(lengths.flatten().tolist()) / 60)
+
+
+def test_majority_with_ties_and_silence():
+    metric = MajorityAtK(4)
+    metric.update(["4", "4", "5", "6"], torch.tensor([True, True, False, False]))  # right
+    metric.update(["4", "5", "4", "5"], torch.tensor([True, False, True, False]))  # a tie: one half
+    metric.update(["4", None, None, None], torch.tensor([True, False, False, False]))  # silence has no vote
+    metric.update([None] * 4, torch.tensor([False] * 4))
+    assert metric.compute().item() == pytest.approx((1 + 0.5 + 1 + 0) / 4)
+
+
+def test_rates():
+    truncation, unscored = TruncationRate(), UnscoredRate()
+    truncation.update(torch.tensor([True, False, False, True]))
+    unscored.update(torch.tensor([False, False, False, True]))
+    assert truncation.compute().item() == 0.5
+    assert unscored.compute().item() == 0.25
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+@pytest.mark.parametrize("metric", [PassAtK(2), MajorityAtK(2), MeanLength(), TruncationRate(), UnscoredRate()])
+def test_nothing_seen_is_zero_and_no_nan(metric):
+    assert metric.compute().item() == 0.0
+    assert metric.count.item() == 0
+
+
+def test_reset_forgets():
+    metric = PassAtK()
+    metric.update(torch.tensor([True]))
+    metric.reset()
+    metric.update(torch.tensor([False]))
+    assert metric.compute().item() == 0.0
+
+
+def test_bad_k():
+    for metric in (PassAtK, MajorityAtK):
+        with pytest.raises(ValueError, match="k >= 1, got 0"):
+            metric(0)
+    with pytest.raises(ValueError, match="pass@3 needs"):
+        PassAtK(3).update(torch.tensor([True, False]))
+    with pytest.raises(ValueError, match="majority@3"):
+        MajorityAtK(3).update(["1", "2"], torch.tensor([True, False]))
+
+
+def rollout(text, correct, tokens, truncated=False, reward=0.0):
+    ids = torch.zeros(tokens, dtype=torch.int32)
+    return Rollout(
+        prompt_index=0,
+        sample_index=0,
+        prompt_ids=ids,
+        token_ids=ids,
+        logprobs=torch.zeros(tokens),
+        truncated=truncated,
+        text=text,
+        reward=reward,
+        correct=correct,
+        components={},
+    )
+
+
+def test_what_validation_reports():
+    metrics = validation_metrics(2)
+    metrics.update([rollout("4", True, 2), rollout("5", False, 4)])
+    metrics.update([rollout("4", True, 3, reward=None), rollout(" 4", True, 7, truncated=True)])
+    metrics.update([])
+    assert {name: value.item() for name, value in metrics.compute().items()} == {
+        "pass@1": 0.75,
+        "pass@2": 1.0,
+        "majority@2": 0.75,
+        "length_mean": 4.0,
+        "truncated_share": 0.25,
+        "unscored_share": 0.25,
+    }
+
+
+def test_validation_with_one_sample_and_other_votes():
+    assert set(validation_metrics(1)) == {"pass@1", "length_mean", "truncated_share", "unscored_share"}
+    metrics = validation_metrics(3, read_answers=lambda texts: [text[-1] for text in texts])
+    metrics.update([rollout("so 4", True, 1), rollout("thus 4", True, 1), rollout("5", False, 1)])
+    assert metrics.compute()["majority@3"].item() == 1.0

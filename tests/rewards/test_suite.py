@@ -1,0 +1,153 @@
+import logging
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+
+from rlalign.rewards import ExactMatch, FormatReward, NumericMatch, Response, RewardSuite
+
+FIVE = [Response(str(i)) for i in range(5)]
+EXAMPLES = [{"answer": str(i)} for i in range(5)]
+
+
+def digit(example, response):
+    return float(response)
+
+
+def length(example, response):
+    return len(response)
+
+
+class Batched:
+    batched = True
+
+    def __init__(self, *values):
+        self.values = values
+
+    def __call__(self, examples, responses):
+        assert len(examples) == len(responses)
+        return list(self.values)
+
+
+def test_weighted_sum_and_what_is_right():
+    scores = RewardSuite({"digit": digit, "length": length}, {"length": 0.5}, correct="length")(EXAMPLES, FIVE)
+    assert scores.components == {"digit": [0.0, 1.0, 2.0, 3.0, 4.0], "length": [1.0] * 5}
+    assert scores.total == [0.5, 1.5, 2.5, 3.5, 4.5]
+    assert scores.correct == [True] * 5
+    assert not scores.errors
+
+
+def test_the_first_reward_tells_right_from_wrong_from_one_half_on():
+    half = Batched(0.0, 0.49, 0.5, 1, True)
+    assert RewardSuite({"half": half, "length": length})(EXAMPLES, FIVE).correct == [False, False, True, True, True]
+
+
+def test_an_exception_costs_one_score_and_adds_none_kf68(caplog):
+    def reward(example, response):
+        if response in ("1", "3"):
+            raise ZeroDivisionError(f"on {response}")
+        return 1.0
+
+    suite = RewardSuite({"fragile": reward})
+    with caplog.at_level(logging.WARNING):
+        scores, _ = suite(EXAMPLES, FIVE), suite(EXAMPLES, FIVE)
+    assert scores.components["fragile"] == scores.total == [1.0, None, 1.0, None, 1.0]
+    assert scores.correct == [True, False, True, False, True]
+    assert scores.errors == {"fragile/exception": 2}
+    assert len(caplog.records) == 1
+    assert "Reward 'fragile'" in caplog.text
+    assert "ZeroDivisionError: on 1" in caplog.text
+    assert "on 3" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "reward", [NumericMatch(), lambda example, response: "right", lambda example, response: [1.0, 2.0]]
+)
+def test_a_reward_that_always_raises_is_an_error(reward):
+    examples = [{"gold": "1"}] * 2
+    with pytest.raises(RuntimeError, match=r"Reward 'broken' \(.*\) raised on every one of 2 responses, at first"):
+        RewardSuite({"fine": length, "broken": reward})(examples, FIVE[:2])
+
+
+def test_a_batched_reward_that_raises_is_named():
+    def reward(examples, responses):
+        raise KeyError("gold")
+
+    reward.batched = True
+    with pytest.raises(RuntimeError, match=r"Reward 'all' .* raised on every one of 5 responses, at first KeyError"):
+        RewardSuite({"all": reward})(EXAMPLES, FIVE)
+
+
+@pytest.mark.parametrize("values", [(1.0,), (1.0,) * 6, ()])
+def test_batched_reward_of_wrong_length_kf69(values):
+    with pytest.raises(ValueError, match=rf"'short' \(.*Batched\) returned {len(values)} scores for 5 responses"):
+        RewardSuite({"short": Batched(*values)})(EXAMPLES, FIVE)
+
+
+def test_examples_and_responses_must_pair_up():
+    with pytest.raises(ValueError, match="4 examples and 5 responses"):
+        RewardSuite({"length": length})(EXAMPLES[:4], FIVE)
+
+
+def test_none_nan_and_infinity_are_left_out_kf70():
+    suite = RewardSuite({"odd": Batched(1.0, None, math.nan, math.inf, torch.tensor(2.0)), "length": length})
+    scores = suite(EXAMPLES, FIVE)
+    assert scores.components["odd"] == [1.0, None, None, None, 2.0]
+    assert scores.total == [2.0, None, None, None, 3.0]
+    assert scores.errors == {"odd/none": 1, "odd/not_finite": 2}
+
+
+def test_a_reward_of_weight_zero_is_only_reported():
+    scores = RewardSuite({"length": length, "odd": Batched(*[None] * 5)}, {"odd": 0})(EXAMPLES, FIVE)
+    assert scores.total == [1.0] * 5
+    assert scores.components["odd"] == [None] * 5
+
+
+def test_nothing_to_score():
+    scores = RewardSuite({"length": length})([], [])
+    assert (scores.total, scores.correct, scores.components) == ([], [], {"length": []})
+
+
+def test_unknown_names_end_in_the_nearest():
+    with pytest.raises(ValueError, match="weights: there is no reward 'lenght'; did you mean 'length'"):
+        RewardSuite({"length": length}, {"lenght": 1.0})
+    with pytest.raises(ValueError, match="correct: there is no reward 'x'; did you mean 'length'"):
+        RewardSuite({"length": length}, correct="x")
+    with pytest.raises(ValueError, match="at least one reward"):
+        RewardSuite({})
+    with pytest.raises(ValueError, match="must be finite"):
+        RewardSuite({"length": length}, {"length": math.nan})
+
+
+def test_columns_that_rewards_read_are_checked_at_load_kf94():
+    suite = RewardSuite({"format": FormatReward(), "match": ExactMatch("gold"), "length": length})
+    suite.check_columns(["prompt", "gold"])
+    with pytest.raises(ValueError, match=r"'match' reads the column 'gold', and the data have .*: prompt, answer"):
+        suite.check_columns(["prompt", "answer"])
+
+
+def test_answers_for_a_vote():
+    responses = [Response("It is 1,000"), Response("1000"), Response("?")]
+    assert RewardSuite({"match": NumericMatch()}).answers(responses) == ["1000", "1000", None]
+    assert RewardSuite({"length": length}).answers(["a ", ""]) == ["a", None]
+
+
+def test_command_line_takes_rewards_by_name():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--rewards", type=dict[str, Callable])
+    config = {
+        "match": {"class_path": "rlalign.rewards.ExactMatch", "init_args": {"key": "gold"}},
+        "size": "math.floor",
+    }
+    rewards = parser.instantiate(parser.parse_object({"rewards": config})).rewards
+    assert rewards["match"]({"gold": "4"}, "4") == 1.0
+    assert rewards["size"] is math.floor
+
+
+def test_rewards_need_no_torch():
+    code = "import rlalign.rewards, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
