@@ -5,12 +5,13 @@ differences by supervised fine-tuning in two phases, and is left half-taught on 
 
 1. *Teach*: correct demonstrations, until it solves nearly all held-out problems.
 2. *Spoil*: demonstrations of which a stated share is wrong, more at the harder levels, so that sampling at temperature
-   1 gives the right answer in less than half of the draws. The wrong answers are those a pupil gives: a carry or borrow
-   forgotten or invented, off by one, the digits swapped, a digit misread.
+   1 gives the right answer in less than half of the draws. The wrong answers are those a pupil gives: where there is a
+   carry or a borrow it is mostly forgotten, at the harder levels more often than it is made; elsewhere the answer is
+   off by ten or by one, the digits are swapped or one is misread.
 
-So the right answer stays within reach for nearly every problem, and reinforcement learning has to find which of the
-answers that the model gives is the right one. The validation problems occur neither in the demonstrations nor in the
-training file.
+So the right answer stays within reach for nearly every problem, but for about a quarter of them it is not the likeliest
+one, and reinforcement learning has to find which of the answers that the model gives is right. The validation problems
+occur neither in the demonstrations nor in the training file.
 """
 
 import argparse
@@ -34,6 +35,8 @@ TRAIN_PER_LEVEL = 700
 VAL_PER_LEVEL = 100
 WRONG_SHARE = {1: 0.45, 2: 0.60, 3: 0.66}
 """Share of wrong demonstrations in the second phase, by level."""
+FORGOTTEN_SHARE = 0.8
+"""Share of the wrong demonstrations of a problem with a carry or a borrow in which it is forgotten."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -105,8 +108,20 @@ def canonical(problem: Problem) -> str:
     return "+".join(sorted(terms, key=int)) if len(terms) == 2 else problem.question
 
 
+def forgotten_carry(problem: Problem) -> str | None:
+    """The answer that forgets the carry or the borrow, or None where there is none."""
+    sign = "+" if "+" in problem.question else "-"
+    first, second = (int(term) % 10 for term in problem.question.removesuffix("=").split(sign))
+    if sign == "+":
+        return str(int(problem.answer) - 10) if first + second >= 10 else None
+    return str(int(problem.answer) + 10) if first < second else None
+
+
 def wrong_answer(problem: Problem, rng: random.Random) -> str:
-    """A wrong answer as a pupil gives it: off by ten, off by one, digits swapped, or a digit misread."""
+    """A wrong answer as a pupil gives it: carry forgotten, off by ten or one, digits swapped, or a digit misread."""
+    forgotten = forgotten_carry(problem)
+    if forgotten is not None and rng.random() < FORGOTTEN_SHARE:
+        return forgotten
     right = int(problem.answer)
     digits = list(problem.answer)
     position = rng.randrange(len(digits))
@@ -261,8 +276,8 @@ def main() -> None:
     """Write the data, teach the model, and save it in bfloat16."""
     parser = argparse.ArgumentParser(description="Build the embedded model and its arithmetic problems.")
     parser.add_argument("--out", type=Path, default=ASSETS, help="folder that receives tiny/ and arithmetic/")
-    parser.add_argument("--teach-steps", type=int, default=1500, help="optimizer steps on correct demonstrations")
-    parser.add_argument("--spoil-steps", type=int, default=300, help="optimizer steps on partly wrong demonstrations")
+    parser.add_argument("--teach-steps", type=int, default=1600, help="optimizer steps on correct demonstrations")
+    parser.add_argument("--spoil-steps", type=int, default=250, help="optimizer steps on partly wrong demonstrations")
     args = parser.parse_args()
 
     train, val, demonstrations = split_problems()

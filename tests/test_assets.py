@@ -40,7 +40,9 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32)
+    assert isinstance(loaded, LlamaForCausalLM)
+    return loaded
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -61,7 +63,6 @@ def test_the_model_is_small(model: LlamaForCausalLM) -> None:
 
 
 def test_model_and_tokenizer_agree_on_the_special_tokens(model: LlamaForCausalLM, tokenizer: Any) -> None:
-    assert type(model) is LlamaForCausalLM
     assert model.config.vocab_size == len(tokenizer)
     for config in (model.config, model.generation_config):
         assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
@@ -173,6 +174,20 @@ def test_the_script_makes_the_shipped_tokenizer(build: ModuleType, tokenizer: An
     built = build.build_tokenizer()
     assert built.get_vocab() == tokenizer.get_vocab()
     assert built.chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "forgotten"),
+    [
+        ("37+58=", "95", "85"),
+        ("7+3=", "10", "0"),
+        ("31+58=", "89", None),
+        ("52-37=", "15", "25"),
+        ("57-32=", "25", None),
+    ],
+)
+def test_the_forgotten_carry(build: ModuleType, question: str, answer: str, forgotten: str | None) -> None:
+    assert build.forgotten_carry(build.Problem(question, answer, 0)) == forgotten
 
 
 def test_wrong_demonstrations_are_wrong_numbers(build: ModuleType) -> None:
