@@ -193,7 +193,7 @@ def test_the_forgotten_carry(build: ModuleType, question: str, answer: str, forg
 def test_wrong_demonstrations_are_wrong_numbers(build: ModuleType) -> None:
     rng = random.Random(0)
     for problem in build.split_problems()[1]:
-        answers = {build.wrong_answer(problem, rng) for _ in range(20)}
+        answers = {build.wrong_answer(problem, rng) for _ in range(100)}
         assert problem.answer not in answers
         assert all(str(int(answer)) == answer and int(answer) >= 0 for answer in answers)
         assert len(answers) > 1
