@@ -186,10 +186,10 @@ class RolloutModule(PolicyModule, ABC):
             logprobs = self.score(batch.to(self.device), reference=reference).logprobs.cpu()
             if len(rows):
                 scored.append((rows, logprobs))
-        out = torch.zeros(rollouts.response_mask.shape)
-        for part in gather_objects(scored):
-            for rows, logprobs in part:
-                out[rows, : logprobs.shape[1]] = logprobs
+        parts = [part for of_rank in gather_objects(scored) for part in of_rank]
+        out = torch.zeros(rollouts.response_mask.shape, dtype=parts[0][1].dtype)
+        for rows, logprobs in parts:
+            out[rows, : logprobs.shape[1]] = logprobs
         return out
 
     def score(self, batch: RolloutBatch, reference: bool = False) -> TokenScores:

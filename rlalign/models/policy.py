@@ -136,6 +136,11 @@ class Policy(nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._check_scores()
 
+    def train(self, mode: bool = True) -> "Policy":
+        """Set the mode of this module alone: the models in it stay in evaluation mode."""
+        self.training = mode
+        return self
+
     @property
     def model(self) -> PreTrainedModel:
         """The transformers model, with its adapters inside if it has any."""

@@ -33,11 +33,16 @@ def adjust_logits(logits: Tensor, config: PretrainedConfig) -> Tensor:
     return logits
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """The same numbers, in float32 where they were shorter."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def head_scores(
     hidden: Tensor, targets: Tensor, head: nn.Module, config: PretrainedConfig, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, each ``[N]``, of ``targets [N]`` given final hidden states ``[N, H]``."""
-    logits = adjust_logits(head(hidden), config).float() / temperature
+    logits = at_least_float32(adjust_logits(head(hidden), config)) / temperature
     log_normalizer = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_normalizer
     # H = log Z - sum_v p_v l_v: one pass, no second tensor of log-probabilities.

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlalign.functional.draws import draw_token, hashed_uniform
 from rlalign.models.policy import Policy
-from rlalign.models.scoring import adjust_logits, position_ids
+from rlalign.models.scoring import adjust_logits, at_least_float32, position_ids
 from rlalign.rollouts.sampling.base import Completion, FinishReason, SampleRequest, SamplingParams
 from rlalign.rollouts.template import end_token_ids
 
@@ -100,7 +100,7 @@ class LocalSampler:
         return logits[rows], cache, mask[rows]
 
     def _step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """Float32 logits of the last position, ``[R, V]``."""
+        """Logits of the last position, ``[R, V]``."""
         assert self.model is not None
         hidden = self.model.base_model(
             input_ids=ids,
@@ -109,7 +109,7 @@ class LocalSampler:
             use_cache=True,
             **{self.cache_argument: cache},
         ).last_hidden_state[:, -1]
-        return adjust_logits(self.model.get_output_embeddings()(hidden), self.model.config).float()
+        return at_least_float32(adjust_logits(self.model.get_output_embeddings()(hidden), self.model.config))
 
     def _sample_chunk(
         self, requests: list[SampleRequest], counts: list[int], params: SamplingParams
@@ -124,7 +124,7 @@ class LocalSampler:
         lengths = prompt_mask.sum(-1)
 
         tokens = torch.zeros(num_rows, params.max_new_tokens, dtype=torch.long, device=device)
-        logprobs = torch.zeros(num_rows, params.max_new_tokens, device=device)
+        logprobs = torch.zeros(num_rows, params.max_new_tokens, device=device, dtype=logits.dtype)
         generated = torch.full((num_rows,), params.max_new_tokens, device=device)
         reasons: list[FinishReason] = ["length"] * num_rows
         live = torch.arange(num_rows, device=device)  # original number of each row still in the batch
