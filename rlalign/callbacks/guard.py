@@ -81,6 +81,8 @@ class Guard(Callback, ABC):
         self.rolled_back_in: int | None = None
         self._good: str | None = None
         """The checkpoint to go back to."""
+        self._doubtful = False
+        """Whether what ``rollback`` was asked for is outside its bounds since that checkpoint."""
         self._newest: str | None = None
         """The checkpoint that the running iteration started from."""
 
@@ -112,20 +114,22 @@ class Guard(Callback, ABC):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the checkpoint that the iteration starts from."""
         self._newest = newest_checkpoint(trainer) or self._newest
-        if not self.judges_rollouts and not any(self.streaks.values()):
+        if not self.judges_rollouts and not self._doubtful:
             self._good = self._newest
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the iteration, and act."""
         values = synced_metrics(trainer)
+        checks = self.judge(values)
         due: list[Check] = []
-        for check in self.judge(values):
+        for check in checks:
             streak = self.streaks.get(check.name, 0) + 1 if check.outside else 0
             if streak >= check.patience:
                 due.append(check)
                 streak = 0
             self.streaks[check.name] = streak
-        if self.judges_rollouts and not due and not any(self.streaks.values()):
+        self._doubtful = any(check.outside for check in checks if "rollback" in check.actions)
+        if self.judges_rollouts and not self._doubtful:
             self._good = self._newest
         for check in due:
             self._act(trainer, pl_module, check)
@@ -134,12 +138,18 @@ class Guard(Callback, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """How often in a row something was outside, the rollbacks so far, and where to go back to."""
-        return {"streaks": dict(self.streaks), "num_rollbacks": self.num_rollbacks, "good": self._good}
+        return {
+            "streaks": dict(self.streaks),
+            "num_rollbacks": self.num_rollbacks,
+            "good": self._good,
+            "doubtful": self._doubtful,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up where a checkpoint left off."""
         self.streaks = dict(state_dict["streaks"])
-        self.num_rollbacks, self._good = state_dict["num_rollbacks"], state_dict["good"]
+        self.num_rollbacks = state_dict["num_rollbacks"]
+        self._good, self._doubtful = state_dict["good"], state_dict["doubtful"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the coefficient that ``raise_kl`` moves."""
@@ -190,7 +200,7 @@ class Guard(Callback, ABC):
         roll_back(trainer, pl_module, path, self.lr_factor)
         self.num_rollbacks += 1
         self.rolled_back_in = trainer.current_epoch
-        self.streaks = {}
+        self.streaks, self._doubtful = {}, False
         return (
             f"went back to {Path(path).name}, with the learning rate multiplied by {self.lr_factor:g} "
             f"(rollback {self.num_rollbacks})"

@@ -99,7 +99,7 @@ class RewardMonitor(Guard):
                 "truncation",
                 values.get("rollout/truncated_share"),
                 self.truncation,
-                "of the responses were cut by the length limit. Length cap too small: raise sampling.max_new_tokens, or "
+                "of the responses were cut by the length limit. Length cap too small: raise sampling.max_new_tokens or "
                 "add the soft overlong punishment to the rewards.",
             ),
             *self._judge_share(
