@@ -129,7 +129,9 @@ def draw_token(probs: Tensor, uniforms: Tensor) -> Tensor:
     chunk_ends = torch.cat([_chunk_sums((part * _UNITS).long()) for part in rows]).cumsum(-1)
     total = chunk_ends[:, -1:]
     usable = total > 0
-    target = torch.minimum((uniforms.unsqueeze(1) * total).long(), total - 1)  # the product may round up to the total
+    target = (
+        uniforms.unsqueeze(1) * total
+    ).long()  # below the total: the product of a double below 1 cannot round to it
     chunk = (chunk_ends <= target).sum(1, keepdim=True).masked_fill(~usable, 0)
     columns = chunk * _CHUNK + torch.arange(_CHUNK, device=probs.device)
     units = (probs.gather(1, columns.clamp(max=size - 1)) * _UNITS).long().masked_fill(columns >= size, 0)

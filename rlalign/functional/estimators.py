@@ -49,7 +49,8 @@ def pass_at_k_each(n: Tensor, c: Tensor, k: int) -> Tensor:
         raise ValueError(f"pass@{k} needs k >= 1 and at least {k} answers to each problem; sample more or lower k.")
     drawn_before = torch.arange(k, device=n.device)
     right_share = c.double().unsqueeze(-1) / (n.unsqueeze(-1) - drawn_before)
-    return 1 - (1 - right_share).clamp(min=0).prod(-1)
+    # With too few wrong answers for k draws one factor is exactly 0, whatever follows it.
+    return 1 - (1 - right_share).prod(-1)
 
 
 def majority_correct(answers: Sequence[Hashable], correct: Sequence[bool], k: int | None = None) -> float:

@@ -75,12 +75,12 @@ def clipped_surrogate(
         logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip, level
     )
     log_ratio = _log_ratio(logprobs, old_logprobs, mask, level).expand_as(logprobs)
-    # Chosen before the exponential: a ratio that overflows and is discarded would turn its zero gradient into NaN.
-    ratio = log_ratio.masked_fill(low | high | capped, 0).exp()
+    # Chosen before the exponential: a ratio that overflows and does not count would turn its zero gradient into NaN.
+    ratio = log_ratio.masked_fill(low | high | capped | (advantages == 0), 0).exp()
     ratio = ratio.masked_fill(low, 1 - clip_low).masked_fill(high, 1 + clip_high)
     if dual_clip is not None:
         ratio = ratio.masked_fill(capped, dual_clip)
-    return (-ratio * advantages).masked_fill(~mask.bool(), 0)
+    return -ratio * advantages
 
 
 @torch.no_grad()
@@ -170,7 +170,7 @@ def _cut_tokens(
     dual_clip: float | None,
     level: Level,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Advantages ``[B, T]``, and where the lower, the upper and the dual clip hold, each ``[B, T]``."""
+    """Advantages, 0 outside the mask, and where the lower, the upper and the dual clip hold, each ``[B, T]``."""
     if not (0 <= clip_low < 1 and clip_high >= 0):
         raise ValueError(f"Expected 0 <= clip_low < 1 and clip_high >= 0, got {clip_low} and {clip_high}.")
     if dual_clip is not None and not dual_clip > 1 + clip_high:

@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def tokens():
-    """Rollouts in float64: rows of 4, 1, 6 and 3 tokens, one with a hole; ratios on all sides of the clipping bounds."""
+    """Rollouts in float64: 4, 1, 6 and 3 tokens, one row with a hole; ratios on each side of the clipping bounds."""
     g = torch.Generator().manual_seed(0)
     old = -3 * torch.rand(4, 6, generator=g, dtype=torch.float64)
     drift = torch.tensor([[0.5], [-0.6], [0.7], [-0.5]], dtype=torch.float64)

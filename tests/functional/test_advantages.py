@@ -136,6 +136,14 @@ def test_constant_groups_finds_the_groups_without_signal():
     assert constant_groups(rewards, 2).tolist() == [True, False, True]
     valid = torch.tensor([True, True, False, True, True, True])
     assert constant_groups(rewards, 3, valid).tolist() == [True, False]
+    assert constant_groups(rewards, 3, torch.zeros(6)).tolist() == [True, True]
+
+
+def test_advantages_are_never_differentiated(tokens):
+    rewards = torch.randn(4, requires_grad=True)
+    assert not group_advantages(rewards, 2).requires_grad
+    values = tokens.logprobs.clone().requires_grad_()
+    assert not any(x.requires_grad for x in gae(0 * tokens.old, values, tokens.mask, 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,14 @@ def test_a_token_below_the_unit_is_never_drawn():
     probs = torch.tensor([[0.0, 5e-13, 0.5, 0.0, 0.5, 8e-13, 0.0]])
     got = draw_token(probs.expand(3, -1), torch.tensor([0.0, 0.5, BEFORE_ONE], dtype=torch.float64))
     assert got.tolist() == [2, 4, 4]
+    one_unit = torch.tensor([[0.0, 1e-12, 0.0]])
+    assert draw_token(one_unit, torch.tensor([0.5], dtype=torch.float64)).tolist() == [1]
+
+
+def test_a_uniform_just_below_one_stays_inside():
+    """The product with the total of the units is at most half a step of a double below the total, and not a tie."""
+    for total in [1, 3, 2**40 - 1, 2**40, 2**40 + 1, 2**41 - 1, 3 * 2**40 + 7]:
+        assert int(BEFORE_ONE * total) == total - 1
 
 
 @pytest.mark.parametrize("total", [0.25, 1 - 1e-6, 1 + 1e-6, 3.7])

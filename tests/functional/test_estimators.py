@@ -40,7 +40,7 @@ def test_pass_at_k_of_many_problems():
     n, c = torch.tensor([[4, 10], [8, 8]]), torch.tensor([[1, 3], [2, 0]])
     got = pass_at_k_each(n, c, 4)
     assert got.dtype == torch.float64
-    expected = [[0.4, 1 - 35 / 210], [1 - 15 / 70, 0.0]]
+    expected = [[1.0, 1 - 35 / 210], [1 - 15 / 70, 0.0]]
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
     with pytest.raises(ValueError, match="pass@5 needs k >= 1 and at least 5 answers"):
         pass_at_k_each(n, c, 5)

@@ -101,6 +101,8 @@ def test_surrogate_comparison_catches_a_flipped_sign_and_a_dropped_mask(tokens):
         (-1, 10, 3.0, 0.2, 3),
         (1, 10, 3.0, 0.2, -1.2),
         (1, 1.5, None, 0.28, -1.28),
+        (1, 1.25, None, 0.28, -1.25),
+        (-1, 0.81, None, 0.28, 0.81),
     ],
 )
 def test_surrogate_bounds_signs_and_dual_clip_kf23(advantage, ratio, dual_clip, high, loss):
@@ -176,6 +178,27 @@ def test_a_discarded_overflow_leaves_no_nan_in_the_gradient(value_and_grad):
     )
     assert value.item() == pytest.approx(-1.2 + 3.0)
     assert gradient.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_without_advantage_is_zero(value_and_grad, level):
+    old, mask = torch.tensor([[-200.0, -200.0]]), torch.tensor([[1, 0]])
+    value, gradient = value_and_grad(
+        lambda x: clipped_surrogate(x, old, torch.zeros(1, 1), mask, level=level).sum(), torch.zeros(1, 2)
+    )
+    assert value == 0
+    assert gradient.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_empty_row_has_ratio_one_and_no_gradient_kf7(tokens, value_and_grad, level):
+    mask = tokens.mask & torch.tensor([[True], [False], [True], [True]])
+    assert (importance_ratio(tokens.logprobs, tokens.old, mask, level)[1] == 1).all()
+    _, gradient = value_and_grad(
+        lambda x: clipped_surrogate(x, tokens.old, tokens.advantages, mask, level=level).sum(), tokens.logprobs
+    )
+    assert gradient.isfinite().all()
+    assert (gradient[1] == 0).all()
 
 
 def test_advantages_and_old_logprobs_get_no_gradient(tokens):

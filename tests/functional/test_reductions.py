@@ -119,11 +119,10 @@ def test_truncated_tokens_leave_numerator_and_denominator_kf6():
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0)])
 def test_an_empty_step_is_zero_with_a_finite_gradient_kf7(value_and_grad, reduction, count):
-    value, gradient = value_and_grad(
-        lambda x: reduced(x, torch.zeros(2, 3), reduction, count), torch.full((2, 3), math.nan)
-    )
-    assert value.item() == 0.0
-    assert gradient.tolist() == [[0.0] * 3] * 2
+    for mask, x in ((torch.zeros(2, 3), math.nan), (torch.ones(2, 3), 1.0)):
+        value, gradient = value_and_grad(lambda x, mask=mask: reduced(x, mask, reduction, count), torch.full((2, 3), x))
+        assert value.item() == 0.0
+        assert gradient.tolist() == [[0.0] * 3] * 2
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
