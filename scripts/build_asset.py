@@ -252,6 +252,8 @@ def solve(
         for _ in range(max_new_tokens):
             probs = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1].softmax(-1)
             ids = torch.cat([ids, torch.multinomial(probs, 1, generator=generator)], dim=1)
+            if (ids[:, start:] == tokenizer.eos_token_id).any(dim=1).all():
+                break
         for j, response in enumerate(ids[:, start:].tolist()):
             i = rows[j // samples]
             right[i, j % samples] = str(tokenizer.decode(response)).startswith(problems[i].answer + "<|end|>")

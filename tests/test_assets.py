@@ -200,7 +200,7 @@ def test_wrong_demonstrations_are_wrong_numbers(build: ModuleType) -> None:
 
 
 def test_the_model_starts_half_taught(build: ModuleType, model: LlamaForCausalLM, tokenizer: Any) -> None:
-    problems = [build.Problem(**row) for row in rows("val")]
+    problems = [build.Problem(**row) for row in rows("val")[:150]]
     right = build.solve(model, tokenizer, problems, samples=8, seed=1)
     assert 0.30 <= right.float().mean() <= 0.50
     assert right.any(dim=1).float().mean() > 0.90
