@@ -62,6 +62,8 @@ class PolicyModule(LightningModule, ABC):
         if self.policy is None:
             seed = torch.initial_seed() % 2**31
             self.policy = Policy(self.policy_config, with_reference=self.needs_reference, seed=seed)
+            if self.device_mesh is not None:
+                self.policy.shard(self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """One optimizer, and a schedule that counts its steps."""
@@ -88,18 +90,26 @@ class PolicyModule(LightningModule, ABC):
             optimizer_closure()
             return
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        engine = self.trainer.model  # DeepSpeed keeps the gradients to itself
+        if hasattr(engine, "get_global_grad_norm") and (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+            self._log_grad_norm(engine.get_global_grad_norm())
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the norm of the gradient before it is clipped."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if gradients and not self._skip_update:
             norm = torch.nn.utils.get_total_norm(gradients)
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            self.log("train/grad_norm", norm, on_step=False, on_epoch=True, batch_size=1)
+            self._log_grad_norm(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _log_grad_norm(self, norm: Tensor | float) -> None:
+        self.log("train/grad_norm", norm, on_step=False, on_epoch=True, batch_size=1)
 
     def step_scale(self) -> float:
         """What the trainer and its strategy will divide a loss by: accumulation, and data-parallel ranks."""
-        return float(self.trainer.accumulate_grad_batches * data_parallel(self.trainer)[1])
+        accumulate = self.trainer.accumulate_grad_batches
+        if self.trainer.strategy.handles_gradient_accumulation:  # DeepSpeed divides by it once more
+            accumulate *= accumulate
+        return float(accumulate * data_parallel(self.trainer)[1])
 
     def dropout_seed(self, batch_idx: int) -> None:
         """Where dropout is asked for, make it a function of seed, iteration, minibatch and rank."""

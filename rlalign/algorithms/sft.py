@@ -27,7 +27,10 @@ class SFT(PolicyModule):
         self.dropout_seed(batch_idx)
         scores, mask = self.score(batch)
         with torch.no_grad():
-            means = {"train/loss": masked_mean(-scores.logprobs, mask), "train/entropy": masked_mean(scores.entropy, mask)}
+            means = {
+                "train/loss": masked_mean(-scores.logprobs, mask),
+                "train/entropy": masked_mean(scores.entropy, mask),
+            }
         self.log_mean(means, int(mask.sum()))
         return self.step_scale() * reduce_loss(-scores.logprobs, mask, "token", batch.step_tokens)
 

@@ -36,7 +36,9 @@ class DemonstrationBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "DemonstrationBatch":
         """The batch on another device."""
-        moved = {n: getattr(self, n).to(device, non_blocking=non_blocking) for n in ("input_ids", "positions", "loss_mask")}
+        moved = {
+            n: getattr(self, n).to(device, non_blocking=non_blocking) for n in ("input_ids", "positions", "loss_mask")
+        }
         return replace(self, **moved)
 
 

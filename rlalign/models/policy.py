@@ -10,6 +10,9 @@ from typing import Literal, cast
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -110,6 +113,7 @@ class Policy(nn.Module):
             torch.set_float32_matmul_precision("high")
         base = load_model(config)
         self.reference: PreTrainedModel | None = None
+        self._mirror: list[PreTrainedModel | PeftModel] = []
         self.lm: PreTrainedModel | PeftModel
         if config.adapter is not None:
             self.lm = PeftModel.from_pretrained(base, config.adapter, is_trainable=True, torch_device="cpu")
@@ -188,6 +192,42 @@ class Policy(nn.Module):
         else:
             with cast(PeftModel, self.lm).disable_adapter():
                 yield self.model
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Spread the weights over the ranks of a mesh (FSDP2): every decoder layer, then what is left.
+
+        Args:
+            mesh: One dimension, that of the data-parallel ranks.
+        """
+        mirror = copy.deepcopy(self.lm).requires_grad_(False)
+        for parameter in mirror.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        self._mirror = [mirror]  # in a list: no part of this module
+        for model in filter(None, (self.model, self.reference)):
+            blocks = set(model._no_split_modules or ())
+            for module in model.modules():
+                if type(module).__name__ in blocks:
+                    fully_shard(module, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+    @contextmanager
+    def whole(self) -> Iterator[PreTrainedModel]:
+        """The transformers model with all of its weights, to sample from; every rank must enter together.
+
+        Sharded weights are gathered once into a copy, so that nothing is exchanged while tokens are drawn and ranks need
+        not take equally many steps.
+        """
+        if not self._mirror:
+            yield self.model
+            return
+        (mirror,) = self._mirror
+        for whole, part in zip(mirror.parameters(), self.lm.parameters(), strict=True):
+            whole.data = part.full_tensor() if isinstance(part, DTensor) else part.data
+        try:
+            yield mirror.get_base_model() if isinstance(mirror, PeftModel) else mirror
+        finally:
+            for parameter in mirror.parameters():
+                parameter.data = parameter.data.new_empty(0)
 
     @property
     def has_dropout(self) -> bool:

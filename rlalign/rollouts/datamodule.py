@@ -185,8 +185,6 @@ class RolloutDataModule(LightningDataModule):
             params: How to draw.
             keys: With the run's seed, what the random numbers are a function of.
         """
-        if not prompts:
-            return []
         assert self.trainer is not None and self.seed is not None
         learner = self.learner
         seed = fold_in(self.seed, *keys)
@@ -194,6 +192,8 @@ class RolloutDataModule(LightningDataModule):
         with self.trainer.precision_plugin.forward_context():
             self.sampler.sync(learner.policy)
             completions = self.sampler.sample(requests, params)
+        if not prompts:  # a rank without a share takes part in the sampling, for the sake of sharded weights
+            return []
         responses = [
             Response(
                 decode_response(learner.tokenizer, c.token_ids),

@@ -71,7 +71,9 @@ def differences(rank: int, model: str, prompts: str, runs: list[dict], expected:
 
 @pytest.mark.parametrize("reduction", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_minibatches_and_padding_change_no_weight_kf1_kf2_kf5_kf85(tiny_model, prompts_file, loss, reduction, monkeypatch):
+def test_minibatches_and_padding_change_no_weight_kf1_kf2_kf5_kf85(
+    tiny_model, prompts_file, loss, reduction, monkeypatch
+):
     settings = {**LOSSES[loss], "reduction": reduction}
     want, rows, metrics = fit(tiny_model, prompts_file, settings, 8, 1)
     start = torch.cat([p.flatten() for p in Policy(PolicyConfig(tiny_model)).parameters()])

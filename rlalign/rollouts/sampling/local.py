@@ -45,7 +45,7 @@ class LocalSampler:
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}.")
         self.max_rows = max_rows
-        self.model: PreTrainedModel | None = None
+        self.policy: Policy | None = None
 
     def setup(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the tokenizer, which knows the end tokens and how stop strings look."""
@@ -53,17 +53,26 @@ class LocalSampler:
 
     def sync(self, policy: Policy) -> None:
         """Sample from this policy from now on."""
-        self.model = policy.model
+        self.policy = policy
+        self.end_ids = sorted(end_token_ids(self.tokenizer, policy.model.config, policy.model.generation_config))
         # The argument is being renamed in transformers.
-        parameters = inspect.signature(self.model.base_model.forward).parameters
+        parameters = inspect.signature(policy.model.base_model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self.end_ids = sorted(end_token_ids(self.tokenizer, self.model.config, self.model.generation_config))
 
     @torch.no_grad()
     def sample(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Completion]:
-        """One completion for each request, in order; requests with equal prompts that are adjacent share their prompt."""
-        if self.model is None:
+        """One completion for each request, in order; requests with equal prompts that are adjacent share their prompt.
+
+        With sharded weights every rank must call this equally often, if need be with no request.
+        """
+        if self.policy is None:
             raise RuntimeError("Call sync(policy) before sample(...).")
+        with self.policy.whole() as model:
+            return self._sample(model, requests, params)
+
+    def _sample(
+        self, model: PreTrainedModel, requests: Sequence[SampleRequest], params: SamplingParams
+    ) -> list[Completion]:
         groups = [list(group) for _, group in groupby(range(len(requests)), key=lambda i: requests[i].prompt_ids)]
         # Similar lengths together: less padding. The order changes nothing else.
         groups.sort(key=lambda rows: len(requests[rows[0]].prompt_ids))
@@ -77,44 +86,46 @@ class LocalSampler:
         completions: dict[int, Completion] = {}
         for chunk in filter(None, chunks):
             rows = [row for group in chunk for row in group]
-            drawn = self._sample_chunk([requests[r] for r in rows], [len(group) for group in chunk], params)
+            drawn = self._sample_chunk(model, [requests[r] for r in rows], [len(g) for g in chunk], params)
             completions.update(zip(rows, drawn, strict=True))
         return [completions[i] for i in range(len(requests))]
 
-    def _prefill(self, requests: list[SampleRequest], counts: list[int]) -> tuple[Tensor, DynamicCache, Tensor]:
+    def _prefill(
+        self, model: PreTrainedModel, requests: list[SampleRequest], counts: list[int]
+    ) -> tuple[Tensor, DynamicCache, Tensor]:
         """Last logits ``[R, V]``, cache and attention mask ``[R, P]`` of every row; each distinct prompt is computed once."""
-        assert self.model is not None
-        device = self.model.device
+        device = model.device
         first_rows = [sum(counts[:i]) for i in range(len(counts))]
         prompts = [requests[row].prompt_ids for row in first_rows]
         width = max(map(len, prompts))
         pad = self.tokenizer.pad_token_id or 0
         ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
         mask = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=device)
-        cache = DynamicCache(config=self.model.config)
-        logits = self._step(ids, mask, position_ids(mask), cache)
+        cache = DynamicCache(config=model.config)
+        logits = self._step(model, ids, mask, position_ids(mask), cache)
         repeats = torch.tensor(counts, device=device)
         rows = torch.arange(len(counts), device=device).repeat_interleave(repeats)
         if len(rows) > len(counts):
             cache.batch_select_indices(rows)
         return logits[rows], cache, mask[rows]
 
-    def _step(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def _step(
+        self, model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
+    ) -> Tensor:
         """Logits of the last position, ``[R, V]``."""
-        assert self.model is not None
-        hidden = self.model.base_model(
+        hidden = model.base_model(
             input_ids=ids,
             attention_mask=mask.long(),
             position_ids=positions,
             use_cache=True,
             **{self.cache_argument: cache},
         ).last_hidden_state[:, -1]
-        return at_least_float32(adjust_logits(self.model.get_output_embeddings()(hidden), self.model.config))
+        return at_least_float32(adjust_logits(model.get_output_embeddings()(hidden), model.config))
 
     def _sample_chunk(
-        self, requests: list[SampleRequest], counts: list[int], params: SamplingParams
+        self, model: PreTrainedModel, requests: list[SampleRequest], counts: list[int], params: SamplingParams
     ) -> list[Completion]:
-        logits, cache, prompt_mask = self._prefill(requests, counts)
+        logits, cache, prompt_mask = self._prefill(model, requests, counts)
         device, num_rows, width = logits.device, len(requests), prompt_mask.shape[1]
         keys = torch.tensor([[r.seed, r.prompt_index, r.sample_index] for r in requests], device=device)
         steps = torch.arange(params.max_new_tokens, device=device)
@@ -148,6 +159,7 @@ class LocalSampler:
                 cache.batch_select_indices(kept)
                 live, token, done = live[kept], token[kept], done[kept]
             logits = self._step(
+                model,
                 token.unsqueeze(-1),
                 mask[live, : width + step + 1],
                 (lengths[live] + step).unsqueeze(-1),
