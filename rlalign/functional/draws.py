@@ -17,7 +17,7 @@ _TWO_64 = 1 << 64
 
 _UNITS = 2.0**40  # in a probability of 1
 _CHUNK = 128  # tokens
-_BLOCK = 1 << 19  # probabilities
+_CPU_BLOCK = 1 << 18  # probabilities
 
 
 def hashed_bits(*keys: Tensor | int) -> Tensor:
@@ -122,11 +122,12 @@ def draw_token(probs: Tensor, uniforms: Tensor) -> Tensor:
         raise ValueError(f"Expected probs [R, V] and uniforms [R], got {list(probs.shape)} and {list(uniforms.shape)}.")
     if uniforms.dtype != torch.float64:
         raise ValueError(f"uniforms must be float64, got {uniforms.dtype}: float32 can round up to 1.")
-    # In two levels, chunks then tokens: a cumulative sum over the whole vocabulary costs more than all of the rest. A
-    # few rows at a time: the whole numbers take twice the memory, and a large block of it is slow to get.
+    # In two levels, chunks then tokens: a cumulative sum over the whole vocabulary costs more than all of the rest. On
+    # a CPU a few rows at a time, since a large block of memory for the whole numbers is slow to get.
     size = probs.shape[1]
-    rows = probs.split(max(1, _BLOCK // size))
-    chunk_ends = torch.cat([_chunk_sums((part * _UNITS).long()) for part in rows]).cumsum(-1)
+    rows_at_once = _CPU_BLOCK // size if probs.device.type == "cpu" else len(probs)
+    parts = probs.split(max(1, rows_at_once))
+    chunk_ends = torch.cat([_chunk_sums((part * _UNITS).long()) for part in parts]).cumsum(-1)
     total = chunk_ends[:, -1:]
     usable = total > 0
     target = (

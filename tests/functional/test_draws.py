@@ -170,7 +170,7 @@ def test_a_draw_does_not_depend_on_its_batch(monkeypatch):
     whole = draw_token(probs, uniforms)
     assert [draw_token(probs[i : i + 1], uniforms[i : i + 1]).item() for i in range(9)] == whole.tolist()
     for block in (1, 10_000, 1 << 30):
-        monkeypatch.setattr(draws, "_BLOCK", block)
+        monkeypatch.setattr(draws, "_CPU_BLOCK", block)
         assert torch.equal(draw_token(probs, uniforms), whole)
     order = torch.tensor([8, 0, 3])
     assert torch.equal(draw_token(probs[order], uniforms[order]), whole[order])
