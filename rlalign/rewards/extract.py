@@ -10,8 +10,7 @@ _NUMBER = re.compile(
     r"""
     (?<![A-Za-z0-9.])                          # not inside a word or number
     (?:(?<![)\]}])(?P<sign>[-+\u2212]))?       # "x) - 3" is a difference
-    (?:\\?[$€£¥]\s?)?
-    (?P<inner_sign>[-+\u2212])?                # "$-5"
+    (?:\\?[$€£¥]\s?(?P<inner_sign>[-+\u2212])?)?   # "$-5"
     (?P<value>(?:\d{1,3}(?:,\d{3})+(?![\d])|\d+)(?:\.\d+)?|\.\d+)
     (?:[eE](?P<exponent>[-+]?\d+))?
     (?:/(?P<denominator>\d+)(?!/?\d))?

@@ -124,14 +124,14 @@ def rollout(text, correct, tokens, truncated=False, reward=0.0):
 def test_what_validation_reports():
     metrics = validation_metrics(2)
     metrics.update([rollout("4", True, 2), rollout("5", False, 4)])
-    metrics.update([rollout("4", True, 3, reward=None), rollout(" 4", True, 7, truncated=True)])
+    metrics.update([rollout("4", True, 3, truncated=True, reward=None), rollout(" 4", True, 7, truncated=True)])
     metrics.update([])
     assert {name: value.item() for name, value in metrics.compute().items()} == {
         "pass@1": 0.75,
         "pass@2": 1.0,
         "majority@2": 0.75,
         "length_mean": 4.0,
-        "truncated_share": 0.25,
+        "truncated_share": 0.5,
         "unscored_share": 0.25,
     }
 

@@ -26,6 +26,9 @@ from rlalign.rewards.extract import final_answer, numbers
         ("it is 42.", 42),
         ("1,2,3", 3),
         ("50%", 50),
+        ("1,2345", 2345),
+        ("(3)-4", 4),
+        ("(3) -4", -4),
     ],
 )
 def test_last_number_kf63(text, value):

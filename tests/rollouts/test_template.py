@@ -168,6 +168,8 @@ def test_sampled_ids_are_not_what_their_text_encodes_to_kf41():
 
 def test_decoding_does_not_clean_up_spaces():
     tokenizer = toy_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True  # as some checkpoints' configuration has it
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     assert decode_response(tokenizer, tokenizer("a , b .")["input_ids"]) == "a , b ."
 
 
