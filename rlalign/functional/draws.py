@@ -108,7 +108,7 @@ def draw_token(probs: Tensor, uniforms: Tensor) -> Tensor:
     same row and number give the same token on any device and in any batch. A token below a unit (9e-13) is never drawn.
 
     Args:
-        probs: Probabilities, ``[R, V]`` float32, not negative; they need not sum to exactly 1.
+        probs: Probabilities, ``[R, V]`` float32 or wider, not negative; they need not sum to exactly 1.
         uniforms: One number in ``[0, 1)`` for each row, ``[R]`` float64, as :func:`hashed_uniform` makes them.
 
     Returns:
@@ -116,12 +116,12 @@ def draw_token(probs: Tensor, uniforms: Tensor) -> Tensor:
         would wait for the device: check where the ids are read anyway.
 
     Raises:
-        ValueError: If the shapes disagree, there is no token to draw, or ``uniforms`` is not float64.
+        ValueError: If the shapes disagree, there is no token to draw, or a dtype is too narrow.
     """
     if probs.ndim != 2 or not probs.shape[1] or uniforms.shape != probs.shape[:1]:
         raise ValueError(f"Expected probs [R, V] and uniforms [R], got {list(probs.shape)} and {list(uniforms.shape)}.")
-    if uniforms.dtype != torch.float64:
-        raise ValueError(f"uniforms must be float64, got {uniforms.dtype}: float32 can round up to 1.")
+    if probs.dtype not in (torch.float32, torch.float64) or uniforms.dtype != torch.float64:
+        raise ValueError(f"Expected probs in float32 and uniforms in float64, got {probs.dtype} and {uniforms.dtype}.")
     # In two levels, chunks then tokens: a cumulative sum over the whole vocabulary costs more than all of the rest. On
     # a CPU a few rows at a time, since a large block of memory for the whole numbers is slow to get.
     size = probs.shape[1]
@@ -130,9 +130,8 @@ def draw_token(probs: Tensor, uniforms: Tensor) -> Tensor:
     chunk_ends = torch.cat([_chunk_sums((part * _UNITS).long()) for part in parts]).cumsum(-1)
     total = chunk_ends[:, -1:]
     usable = total > 0
-    target = (
-        uniforms.unsqueeze(1) * total
-    ).long()  # below the total: the product of a double below 1 cannot round to it
+    # Never the total itself: the product with a double below 1 cannot round up to it.
+    target = (uniforms.unsqueeze(1) * total).long()
     chunk = (chunk_ends <= target).sum(1, keepdim=True).masked_fill(~usable, 0)
     columns = chunk * _CHUNK + torch.arange(_CHUNK, device=probs.device)
     units = (probs.gather(1, columns.clamp(max=size - 1)) * _UNITS).long().masked_fill(columns >= size, 0)

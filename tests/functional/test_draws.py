@@ -217,5 +217,7 @@ def test_draw_refuses_bad_input():
         draw_token(torch.ones(2, 3), torch.zeros(3, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"got \[2, 0\] and \[2\]"):
         draw_token(torch.ones(2, 0), torch.zeros(2, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"uniforms must be float64, got torch\.float32"):
+    with pytest.raises(ValueError, match=r"uniforms in float64, got torch\.float32 and torch\.float32"):
         draw_token(torch.ones(2, 3), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"probs in float32 .*, got torch\.float16"):
+        draw_token(torch.ones(2, 3).half(), torch.zeros(2, dtype=torch.float64))
