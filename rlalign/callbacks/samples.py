@@ -89,15 +89,16 @@ def keep_rows_before(path: Path, iteration: int) -> None:
     Raises:
         ValueError: If a row before the last one is no JSON object with an iteration.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    with path.open("rb") as file:
+        lines = list(file)
     kept = []
     for number, line in enumerate(lines, 1):
         try:
             if json.loads(line)["iteration"] < iteration:
-                kept.append(line)
+                kept.append(line.rstrip(b"\n") + b"\n")
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number}: expected a JSON object with an iteration.") from error
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(kept), encoding="utf-8")
+    partial.write_bytes(b"".join(kept))
     os.replace(partial, path)

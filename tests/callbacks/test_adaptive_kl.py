@@ -137,9 +137,7 @@ def test_two_ranks_move_the_coefficient_alike_and_as_one_process(tiny_model, pro
 
 def test_a_resume_at_the_very_end_of_the_run_has_no_metrics_kf95(tiny_model, prompts_file, tmp_path):
     _, module, _, _ = run(tiny_model, prompts_file, tmp_path, [AdaptiveKL()], 2)
-    _, resumed, _, _ = run(
-        tiny_model, prompts_file, tmp_path, [AdaptiveKL()], 2, resume=checkpoint(tmp_path, 2)
-    )
+    _, resumed, _, _ = run(tiny_model, prompts_file, tmp_path, [AdaptiveKL()], 2, resume=checkpoint(tmp_path, 2))
     assert resumed.kl_coef == module.kl_coef
 
 

@@ -17,9 +17,7 @@ def coefficient(trainer, module):
         ({"start": 0.2, "end": 0.0, "iterations": 2}, [0.2, 0.0, 0.0]),
     ],
 )
-def test_schedule_is_a_function_of_the_iteration_also_after_a_resume(
-    tiny_model, prompts_file, tmp_path, options, want
-):
+def test_schedule_is_a_function_of_the_iteration_also_after_a_resume(tiny_model, prompts_file, tmp_path, options, want):
     record = Record(coefficient)
     trainer, _, _, _ = run(tiny_model, prompts_file, tmp_path, [EntropySchedule(**options), record])
     assert float(trainer.callback_metrics["train/entropy_coef"]) == pytest.approx(want[-1], rel=1e-6)
@@ -69,18 +67,14 @@ def test_target_raises_below_lowers_above_and_applies_only_below(tiny_model, pro
     assert float(trainer.callback_metrics["train/entropy_coef"]) == 0.0, "the one in force in the last iteration"
 
     resumed = EntropyTarget(**options)
-    _, module, _, _ = run(
-        tiny_model, prompts_file, tmp_path, [feed, resumed], resume=checkpoint(tmp_path, 2)
-    )
+    _, module, _, _ = run(tiny_model, prompts_file, tmp_path, [feed, resumed], resume=checkpoint(tmp_path, 2))
     assert (resumed.coef, module.entropy_coef) == pytest.approx((0.03, 0.03)), "0.02 was kept, though not applied"
 
 
 def test_target_after_a_resume_applies_what_was_applied(tiny_model, prompts_file, tmp_path):
     feed = Feed("fed/entropy", [0.5, 0.5])
     run(tiny_model, prompts_file, tmp_path, [feed, EntropyTarget(0.7, monitor="fed/entropy")], 1)
-    _, module, _, _ = run(
-        tiny_model, prompts_file, tmp_path, [EntropyTarget(0.7)], 1, resume=checkpoint(tmp_path, 1)
-    )
+    _, module, _, _ = run(tiny_model, prompts_file, tmp_path, [EntropyTarget(0.7)], 1, resume=checkpoint(tmp_path, 1))
     assert module.entropy_coef == pytest.approx(1e-4)
 
 

@@ -104,9 +104,7 @@ def test_at_most_three_times_then_stop(tiny_model, prompts_file, tmp_path):
 def test_the_bound_and_the_factor_are_options(tiny_model, prompts_file, tmp_path):
     record = Record(states)
     guard = band(max_rollbacks=1, lr_factor=0.1)
-    trainer, _, _, _ = run(
-        tiny_model, prompts_file, tmp_path, [Feed("fed/value", [GOOD, BAD, BAD]), guard, record], 5
-    )
+    trainer, _, _, _ = run(tiny_model, prompts_file, tmp_path, [Feed("fed/value", [GOOD, BAD, BAD]), guard, record], 5)
     assert trainer.current_epoch == 3
     assert record.seen[1][1] == pytest.approx(0.001 * trainer.lr_scheduler_configs[0].scheduler.factor(2))
 
@@ -140,14 +138,14 @@ def test_patience_goes_back_to_before_the_first_bad_iteration(tiny_model, prompt
 
 
 def test_a_bad_reward_goes_back_to_the_last_policy_with_good_rewards(tiny_model, prompts_file, tmp_path):
-    # The rollouts of iteration 4 are those of the policy after iteration 3, which checkpoint 4 holds: 3 is the good one.
+    # The rollouts of iteration 4 are those of the policy in checkpoint 4; the one before it is the good one.
     script = Script([0.5, 0.5, 0.5, 0.5, 0.0, 0.5])
     monitor = RewardMonitor(window=2, collapse=0.3, swing=None, collapse_action="rollback", truncation=0.0)
     _, _, _, messages = run(
         tiny_model, prompts_file, tmp_path, [Turn(script), monitor], 6, data={"rewards": {"script": script}}
     )
     assert torch.equal(weights_in(checkpoint(tmp_path, 5)), weights_in(checkpoint(tmp_path, 3)))
-    assert [m for m in messages if "went back" in m][0].startswith("Iteration 4: rollout/reward")
+    assert next(m for m in messages if "went back" in m).startswith("Iteration 4: rollout/reward")
     assert len(messages) > 4, "a check that is outside all the time, and only warns, makes no checkpoint a bad one"
     assert monitor.rewards[-1] > 0.4
     assert min(monitor.rewards) > 0.4, "what was undone is forgotten"
@@ -246,12 +244,16 @@ def on_rank(rank, name, model, prompts, folder):
         module={"kl_to": "old"},
         trainer={"devices": 2, "strategy": strategy_of(name)},
     )
-    return [(hashlib.sha256(w.numpy().tobytes()).hexdigest(), lr) for w, lr in record.seen], guard.num_rollbacks, module.kl_coef
+    return (
+        [(hashlib.sha256(w.numpy().tobytes()).hexdigest(), lr) for w, lr in record.seen],
+        guard.num_rollbacks,
+        module.kl_coef,
+    )
 
 
 def test_two_ranks_roll_back_together(tiny_model, prompts_file, tmp_path):
     first, second = run_distributed(on_rank, "ddp", tiny_model, prompts_file, tmp_path)
-    for (seen, count, coef) in (first, second):
+    for seen, count, coef in (first, second):
         assert count == 1
         assert seen[2][0] == seen[1][0] != seen[0][0]
         assert seen[2][1] < 0.6 * seen[1][1]
