@@ -1,7 +1,7 @@
 """What validation reports."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torchmetrics import MetricCollection
@@ -40,7 +40,7 @@ class ValidationMetrics(MetricCollection):
         """Add the responses to one prompt; none are no prompt."""
         if not rollouts:
             return
-        device = self["pass@1"].total.device
+        device = cast(PassAtK, self["pass@1"]).device
         super().update(
             correct=torch.tensor([r.correct for r in rollouts], device=device),
             lengths=torch.tensor([len(r.token_ids) for r in rollouts], device=device),

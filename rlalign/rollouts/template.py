@@ -181,7 +181,7 @@ def response_mask_from_ids(ids: Tensor, end_ids: Sequence[int] | set[int]) -> Te
 
 def decode_response(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """The text of a response without special tokens; for reading and rewards only, never to be tokenised again."""
-    return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -214,10 +214,10 @@ def special_strings(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: bool) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: Any) -> str:
     if not tokenizer.chat_template:
         raise ValueError("Messages need a chat template, and this tokenizer has none; give prompts as plain text.")
-    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 
 @lru_cache(maxsize=16)

@@ -6,7 +6,8 @@ import pytest
 from jsonargparse import ArgumentParser
 from toy_tokenizers import toy_tokenizer
 
-from rlalign.rollouts.prompts import PromptSource, ReasoningGym, Table, iteration_order, load_prompts, parse_source
+from rlalign.rollouts.prompts import iteration_order, load_prompts
+from rlalign.rollouts.sources import PromptSource, ReasoningGym, Table, parse_source
 
 
 @pytest.fixture(scope="module")
