@@ -1,4 +1,5 @@
-"""Run a function on several CPU ranks, forked from this process: imports are paid once, and no session is started again."""
+"""Run a function on several CPU ranks, forked from this process: imports are paid once, and no session is started
+again."""
 
 import os
 import socket

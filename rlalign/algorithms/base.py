@@ -90,7 +90,7 @@ class PolicyModule(LightningModule, ABC):
             optimizer_closure()
             return
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        engine = self.trainer.model  # DeepSpeed keeps the gradients to itself
+        engine: Any = self.trainer.model  # DeepSpeed keeps the gradients to itself
         if hasattr(engine, "get_global_grad_norm") and (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
             self._log_grad_norm(engine.get_global_grad_norm())
 
@@ -118,8 +118,8 @@ class PolicyModule(LightningModule, ABC):
             seed = getattr(self.trainer.datamodule, "seed", 0) or 0  # type: ignore[attr-defined]
             torch.manual_seed(fold_in(seed, self.current_epoch, batch_idx, data_parallel(self.trainer)[0]))
 
-    def log_mean(self, values: dict[str, Tensor | float], weight: int) -> None:
-        """Log means of this minibatch, so that an iteration's value is the mean over all that was weighed, on all ranks."""
+    def log_mean(self, values: dict[str, Tensor], weight: int) -> None:
+        """Log means of a minibatch of this weight; an iteration's value is the weighted mean over all, on all ranks."""
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=weight)
 
 
@@ -133,8 +133,8 @@ class RolloutModule(PolicyModule, ABC):
         reduction: What the loss is a mean over: all ``token``s of a step (DAPO), the responses (``sequence``, GRPO), or
             responses of a ``constant`` length, ``sampling.max_new_tokens`` (Dr. GRPO).
         overlong_filter: Responses cut by the length limit take no part in the loss.
-        importance_cap: Weigh each token by the policy's probability over the sampler's, at most this; off by default, as the
-            local sampler is the policy.
+        importance_cap: Weigh each token by the policy's probability over the sampler's, at most this; off by default:
+            the local sampler is the policy.
         kwargs: See :class:`PolicyModule`.
     """
 
@@ -156,7 +156,7 @@ class RolloutModule(PolicyModule, ABC):
         """Set by a callback in ``setup``: log ``train/kl_step``."""
         self._kl_probe: RolloutBatch | None = None
 
-    # ---- from rollouts to a batch to learn from ------------------------------------------------------------------------
+    # ---- from rollouts to a batch to learn from ----------------------------------------------------------------------
 
     @abstractmethod
     def advantages(self, rollouts: RolloutBatch, group_size: int) -> Tensor:
@@ -174,7 +174,7 @@ class RolloutModule(PolicyModule, ABC):
         return replace(rollouts, advantages=self.advantages(rollouts, group_size), loss_mask=loss_mask)
 
     def annotate(self, rollouts: RolloutBatch, num_steps: int, minibatch_size: int) -> RolloutBatch:
-        """Fill in old log-probabilities, if the policy moves within the iteration, and those of the reference, if used."""
+        """Fill in old log-probabilities, if the policy moves within the iteration, and the reference's, if used."""
         if num_steps > 1:
             rollouts = replace(rollouts, old_logprobs=self.score_all(rollouts, minibatch_size))
         if self.needs_reference:
@@ -184,7 +184,10 @@ class RolloutModule(PolicyModule, ABC):
 
     @torch.no_grad()
     def score_all(self, rollouts: RolloutBatch, minibatch_size: int, reference: bool = False) -> Tensor:
-        """Log-probabilities of all responses ``[B, T]``, on the CPU; each rank computes its share, in equally many passes."""
+        """Log-probabilities of all responses ``[B, T]``, on the CPU.
+
+        Each rank computes its share, in equally many passes.
+        """
         rank, num_ranks = data_parallel(self.trainer)
         order = rollouts.response_lengths.argsort(stable=True)
         share = -(-len(order) // num_ranks)
@@ -213,7 +216,10 @@ class RolloutModule(PolicyModule, ABC):
     # ---- the loss ----------------------------------------------------------------------------------------------------
 
     def reduce(self, token_loss: Tensor, batch: RolloutBatch) -> Tensor:
-        """The share of this minibatch in the step's loss, scaled so that trainer and strategy leave exactly the step's mean."""
+        """The share of this minibatch in the step's loss.
+
+        It is scaled so that what trainer and strategy divide by leaves exactly the step's mean.
+        """
         normalizer = batch.step_tokens if self.reduction == "token" else batch.step_sequences
         max_tokens = None
         if self.reduction == "constant":

@@ -11,7 +11,7 @@ from rlalign.rollouts.batch import RolloutBatch
 
 
 class DAPO(GRPO):
-    """GRPO with a wider upper clip, a mean over all tokens of a step, no KL, and only groups that tell right from wrong.
+    """GRPO with a wider upper clip, a mean over a step's tokens, no KL, and only groups that tell right from wrong.
 
     Source: Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 8 to 13. Its soft overlong punishment is the reward
     :class:`~rlalign.rewards.SoftOverlong`; its overlong filtering is ``overlong_filter``.
@@ -21,8 +21,8 @@ class DAPO(GRPO):
         clip_high: Upper clipping range ("clip-higher").
         kl_coef: Weight of a KL term; the paper has none.
         reduction: See :class:`RolloutModule`; the paper's is a mean over tokens.
-        filter_by: A group is turned down if its samples are all right or all wrong (``correct``), or if all have the same
-            ``reward``.
+        filter_by: A group is turned down if its samples are all right or all wrong (``correct``), or if all have the
+            same ``reward``.
         max_rounds: Most rounds of sampling that fill an iteration; 1 does not sample again.
         partial_batch: Where these are not enough: ``keep`` learns from the groups there are (the loss is their mean),
             ``fill`` adds groups that were turned down, which add nothing to the loss but to its normaliser.

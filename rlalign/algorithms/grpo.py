@@ -21,7 +21,7 @@ class GRPO(RolloutModule):
     Defaults are those of DeepSeekMath (Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3 and section 4.1).
 
     Args:
-        clip_low: Lower clipping range, as for all of these of :func:`~rlalign.functional.policy_losses.clipped_surrogate`.
+        clip_low: Lower clipping range; see :func:`~rlalign.functional.policy_losses.clipped_surrogate`.
         clip_high: Upper clipping range.
         dual_clip: Bound of the loss of a token with negative advantage, in units of the advantage; off by default.
         scale_rewards: ``std`` divides by the group's standard deviation; ``none`` only centres (Dr. GRPO).
@@ -68,7 +68,7 @@ class GRPO(RolloutModule):
         self.dropout_seed(batch_idx)
         mask = batch.loss_mask
         logprobs, entropy = self.score(batch)
-        # The policy that sampled is the current one where an iteration is a single step: the ratio is 1, its gradient is not 0.
+        # Where an iteration is a single step the current policy is the one that sampled: a ratio of 1, with a gradient.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         ranges = (self.clip_low, self.clip_high, self.dual_clip)
         loss = clipped_surrogate(logprobs, old, batch.advantages, mask, *ranges)

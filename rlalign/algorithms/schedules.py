@@ -28,8 +28,8 @@ class WarmupSchedule(LambdaLR):
     ) -> None:
         if warmup_steps < 0 or not 0 <= floor <= 1 or (total_steps is not None and total_steps <= warmup_steps):
             raise ValueError(
-                f"Expected warmup_steps >= 0, floor in [0, 1] and total_steps > warmup_steps, got {warmup_steps}, {floor} and "
-                f"{total_steps}."
+                "Expected warmup_steps >= 0, floor in [0, 1] and total_steps > warmup_steps, got "
+                f"{warmup_steps}, {floor} and {total_steps}."
             )
         self.warmup_steps, self.shape, self.floor, self.total_steps = warmup_steps, shape, floor, total_steps
         super().__init__(optimizer, self.factor)

@@ -25,7 +25,7 @@ class DemonstrationBatch:
     input_ids: Tensor
     """``[B, L]``, int64."""
     positions: Tensor
-    """Of each token in its demonstration, ``[B, L]``, int64; they begin again at 0 where another begins, and in the padding."""
+    """Of each token in its demonstration, ``[B, L]``, int64; from 0 again where another begins, and in the padding."""
     loss_mask: Tensor
     """True on the tokens to imitate, ``[B, L]``."""
     num_demonstrations: int
@@ -193,7 +193,9 @@ class DemonstrationDataModule(LightningDataModule):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """That of the model that learns."""
         assert self.trainer is not None
-        return self.trainer.lightning_module.tokenizer  # type: ignore[no-any-return, union-attr]
+        module: Any = self.trainer.lightning_module
+        tokenizer: PreTrainedTokenizerBase = module.tokenizer
+        return tokenizer
 
     def _load(self, source: str | PromptSource, split: Any) -> Demonstrations:
         rows = (parse_source(source) if isinstance(source, str) else source).rows(
@@ -220,13 +222,14 @@ class DemonstrationDataModule(LightningDataModule):
     @property
     def plan(self) -> StepPlan:
         """The sizes of an epoch; its steps share the demonstrations evenly."""
-        assert self.trainer is not None and self.train_data is not None
+        assert self.trainer is not None
+        assert self.train_data is not None
         num_ranks, accumulate = data_parallel(self.trainer)[1], self.trainer.accumulate_grad_batches
         minibatch = self.minibatch_size or max(self.step_size // (num_ranks * accumulate), 1)
         num_steps = -(-len(self.train_data) // self.step_size)
         return StepPlan(num_steps * self.step_size, self.step_size, minibatch, 1, num_ranks, accumulate)
 
-    def _batch(self, data: Demonstrations, rows: Sequence[int]) -> DemonstrationBatch:
+    def _batch(self, data: Demonstrations, rows: Any) -> DemonstrationBatch:
         items = [data[int(i)] for i in rows]
         width = max(self.packed_width or 0, *(len(ids) for ids, _ in items)) if self.packing else None
         return collate_demonstrations(items, self.tokenizer.pad_token_id or 0, width)
@@ -237,7 +240,9 @@ class DemonstrationDataModule(LightningDataModule):
         return LazyLoader(lambda: self._minibatches(plan), plan.num_minibatches)
 
     def _minibatches(self, plan: StepPlan) -> Iterator[Sealed]:
-        assert self.trainer is not None and self.train_data is not None and self.seed is not None
+        assert self.trainer is not None
+        assert self.train_data is not None
+        assert self.seed is not None
         data, rank = self.train_data, data_parallel(self.trainer)[0]
         for items in plan.steps(len(data), self.seed, self.trainer.current_epoch):
             tokens = float(data.counts[torch.from_numpy(items)].sum())

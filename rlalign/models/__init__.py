@@ -1,0 +1,1 @@
+"""The policy, and how it scores tokens."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -27,7 +27,7 @@ class PolicyConfig:
     """Which model to train, and which part of it."""
 
     model: str = "embedded"
-    """Folder or hub name of a causal language model; ``embedded`` is the small arithmetic model that comes with rlalign."""
+    """Folder or hub name of a causal language model; ``embedded`` is the small one that comes with rlalign."""
     lora_rank: int = 0
     """Rank of LoRA adapters; 0 trains all weights."""
     lora_alpha: float = 32.0
@@ -39,13 +39,13 @@ class PolicyConfig:
     adapter: str | None = None
     """Folder of a trained LoRA adapter to continue from; it is also the reference."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the stored weights. Full training needs float32 (small updates vanish in bfloat16); a frozen LoRA base does not."""
+    """Of the stored weights. Full training needs float32: small updates vanish in bfloat16. A LoRA base does not."""
     dropout: bool = False
     """Leave the model's own dropout on in the gradient pass."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     attn_implementation: str | None = None
-    """Attention kernel of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` ...; by default the best it supports."""
+    """Attention kernel of transformers (``sdpa``, ``eager``, ``flash_attention_2``); its own choice by default."""
     tf32: bool = False
     """Let float32 matrix products use TensorFloat-32 on GPUs that have it."""
     chunk_tokens: int = 1024
@@ -62,8 +62,8 @@ class PolicyConfig:
             raise ValueError(f"lora_dropout must be in [0, 1), got {self.lora_dropout}.")
         if self.dtype == "bfloat16" and not self.uses_lora:
             raise ValueError(
-                "policy.dtype=bfloat16 trains bfloat16 weights, which small updates do not move: use float32 weights with "
-                "--trainer.precision=bf16-mixed, or LoRA (policy.lora_rank) on a bfloat16 base."
+                "policy.dtype=bfloat16 trains bfloat16 weights, which small updates do not move: use float32 weights "
+                "with --trainer.precision=bf16-mixed, or LoRA (policy.lora_rank) on a bfloat16 base."
             )
 
     @property
@@ -82,8 +82,8 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not (Path(path).expanduser() / "config.json").is_file():
         raise FileNotFoundError(
-            f"policy.model={config.model}: no config.json in that folder. Give a folder that save_pretrained wrote, a name on the "
-            "Hugging Face hub, or 'embedded'."
+            f"policy.model={config.model}: no config.json in that folder. Give a folder that save_pretrained wrote, "
+            "a name on the Hugging Face hub, or 'embedded'."
         )
     model = AutoModelForCausalLM.from_pretrained(
         str(Path(path).expanduser()) if looks_local else path,
@@ -92,6 +92,11 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
         trust_remote_code=config.trust_remote_code,
     )
     return model.eval()
+
+
+def _inner(lm: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The transformers model, with its adapters inside if it has any."""
+    return cast(PreTrainedModel, lm.get_base_model()) if isinstance(lm, PeftModel) else lm
 
 
 class Policy(nn.Module):
@@ -148,7 +153,7 @@ class Policy(nn.Module):
     @property
     def model(self) -> PreTrainedModel:
         """The transformers model, with its adapters inside if it has any."""
-        return self.lm.get_base_model() if isinstance(self.lm, PeftModel) else self.lm
+        return _inner(self.lm)
 
     def forward(
         self,
@@ -183,7 +188,7 @@ class Policy(nn.Module):
         if self.reference is not None:
             yield self.reference
         elif self.config.adapter is not None:
-            adapters = cast(PeftModel, self.lm).base_model
+            adapters: Any = cast(PeftModel, self.lm).base_model
             adapters.set_adapter("reference", inference_mode=True)
             try:
                 yield self.model
@@ -214,8 +219,8 @@ class Policy(nn.Module):
     def whole(self) -> Iterator[PreTrainedModel]:
         """The transformers model with all of its weights, to sample from; every rank must enter together.
 
-        Sharded weights are gathered once into a copy, so that nothing is exchanged while tokens are drawn and ranks need
-        not take equally many steps.
+        Sharded weights are gathered once into a copy, so that nothing is exchanged while tokens are drawn and ranks
+        need not take equally many steps.
         """
         if not self._mirror:
             yield self.model
@@ -224,7 +229,7 @@ class Policy(nn.Module):
         for whole, part in zip(mirror.parameters(), self.lm.parameters(), strict=True):
             whole.data = part.full_tensor() if isinstance(part, DTensor) else part.data
         try:
-            yield mirror.get_base_model() if isinstance(mirror, PeftModel) else mirror
+            yield _inner(mirror)
         finally:
             for parameter in mirror.parameters():
                 parameter.data = parameter.data.new_empty(0)
@@ -236,7 +241,7 @@ class Policy(nn.Module):
 
     @contextmanager
     def _gradient_mode(self) -> Iterator[None]:
-        """Evaluation mode but for the dropout asked for and for activation checkpointing, which looks at ``training``."""
+        """Evaluation mode, but for the dropout asked for and activation checkpointing, which looks at ``training``."""
         chosen = []
         for name, module in self.lm.named_modules():
             is_dropout = self.config.dropout or (self.config.lora_dropout > 0 and "lora_dropout" in name)
@@ -262,6 +267,6 @@ class Policy(nn.Module):
         want = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
         if not torch.allclose(got, want, atol=1e-3 if self.config.dtype == "float32" else 0.1):
             raise ValueError(
-                f"{type(model).__name__} does something to its logits that rlalign does not know (log-probabilities differ by "
-                f"{(got - want).abs().max():.3g}); add it to rlalign.models.scoring.adjust_logits."
+                f"{type(model).__name__} does something to its logits that rlalign does not know (log-probabilities "
+                f"differ by {(got - want).abs().max():.3g}); add it to rlalign.models.scoring.adjust_logits."
             )

@@ -67,8 +67,8 @@ def token_scores(
 ) -> TokenScores:
     """Scores of the response tokens, the last ``T`` columns of ``input_ids``.
 
-    The output layer sees only the positions in the mask, ``chunk_tokens`` of them at a time; with gradients, each chunk's
-    logits are computed again in the backward pass, so at most ``chunk_tokens x V`` logits exist at once.
+    The output layer sees only the positions in the mask, ``chunk_tokens`` of them at a time. With gradients, each
+    chunk's logits are computed again in the backward pass, so at most ``chunk_tokens x V`` of them exist at once.
 
     Args:
         model: A causal language model of transformers.
@@ -77,7 +77,7 @@ def token_scores(
         response_mask: True on the tokens to score, ``[B, T]``.
         temperature: Of the distribution; 0 (greedy) is scored at 1.
         chunk_tokens: Positions a chunk.
-        positions: Of packed rows, ``[B, P + T]``: they begin at 0 again with every sequence, and no sequence sees another.
+        positions: Of packed rows, ``[B, P + T]``; from 0 again with every sequence, and none sees another.
 
     Returns:
         Log-probabilities and entropies, float32.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from torch import Tensor
 class RolloutBatch:
     """Padded rollouts; row ``b`` is one response, and the samples of one prompt are adjacent.
 
-    ``B`` rollouts, ``P`` prompt tokens (left-padded), ``T`` response tokens (right-padded). Log-probabilities are in nats,
-    float32, and of the full distribution at ``temperature``. Fields that start as ``None`` are filled by whoever needs them.
+    ``B`` rollouts, ``P`` prompt tokens (left-padded), ``T`` response tokens (right-padded). Log-probabilities are in
+    nats, float32, and of the full distribution at ``temperature``. Fields that start as ``None`` are filled by whoever
+    needs them.
     """
 
     input_ids: Tensor
@@ -40,7 +42,7 @@ class RolloutBatch:
     sampler_logprobs: Tensor | None = None
     """Of the response tokens, as the sampler computed them, ``[B, T]``."""
     old_logprobs: Tensor | None = None
-    """Of the response tokens under the policy before the iteration's first step, ``[B, T]``; ``None``: the current one."""
+    """The same under the policy before the iteration's first step, ``[B, T]``; ``None`` if that is the current one."""
     ref_logprobs: Tensor | None = None
     """Of the response tokens under the frozen reference, ``[B, T]``."""
     advantages: Tensor | None = None
@@ -82,7 +84,7 @@ class RolloutBatch:
         right = max(int(self.response_lengths.max()), 1) if len(self) else 1
         if left == 0 and right == width:
             return self
-        token_fields = {
+        token_fields: dict[str, Any] = {
             f.name: v[:, :right]
             for f in fields(self)
             if isinstance(v := getattr(self, f.name), Tensor) and v.ndim == 2 and v.shape[1] == width and width > 1

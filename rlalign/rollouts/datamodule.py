@@ -50,8 +50,8 @@ class Learner(Protocol):
 class RolloutDataModule(LightningDataModule):
     """Owns the prompts, has the policy sample responses to them, scores these, and serves minibatches.
 
-    One epoch of the trainer is one iteration: sample with the current policy, then learn from minibatches. Prompts, sampling
-    and minibatches are functions of seed, iteration and item alone.
+    One epoch of the trainer is one iteration: sample with the current policy, then learn from minibatches. Prompts,
+    sampling and minibatches are functions of seed, iteration and item alone.
 
     Args:
         train: Prompts to learn from: a JSONL or Parquet file, a folder or hub name of ``datasets``, or a source.
@@ -73,8 +73,8 @@ class RolloutDataModule(LightningDataModule):
         columns: Where the data have other names: ``prompt``, ``answer`` -> name of the column.
         num_held_out: Without ``val``, rows of ``train`` to hold out for validation.
         system_prompt: Put before every prompt.
-        rendering: How a prompt that is plain text is shown to the model: through its chat template if it has one (``auto``),
-            always (``chat``) or never (``plain``).
+        rendering: How a prompt that is plain text is shown to the model: through its chat template if it has one
+            (``auto``), always (``chat``) or never (``plain``).
         max_prompt_tokens: Longer prompts are dropped, and counted.
         seed: Of prompts, sampling and minibatches; ``seed_everything`` by default.
     """
@@ -107,7 +107,8 @@ class RolloutDataModule(LightningDataModule):
         super().__init__()
         if group_size < 1 or prompts_per_iteration < 1:
             raise ValueError(
-                f"group_size and prompts_per_iteration must be at least 1, got {group_size} and {prompts_per_iteration}."
+                "group_size and prompts_per_iteration must be at least 1, got "
+                f"{group_size} and {prompts_per_iteration}."
             )
         self.train_source, self.val_source = train, train if val is None and num_held_out else val
         self.num_held_out = num_held_out if val is None else 0
@@ -168,10 +169,11 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError(f"{stage} needs held-out prompts: give data.val or data.num_held_out.")
         if stage == "fit" and self.train_prompts is None:
             self.train_prompts = self.load("train")
-            if len(self.train_prompts or ()) < self.prompts_per_iteration:
+            available = len(self.train_prompts or ())
+            if available < self.prompts_per_iteration:
                 raise ValueError(
-                    f"data.prompts_per_iteration={self.prompts_per_iteration} is more than the {len(self.train_prompts or ())} "
-                    f"prompts of {self.train_source}."
+                    f"data.prompts_per_iteration={self.prompts_per_iteration} is more than the {available} prompts of "
+                    f"{self.train_source}."
                 )
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
@@ -185,7 +187,8 @@ class RolloutDataModule(LightningDataModule):
             params: How to draw.
             keys: With the run's seed, what the random numbers are a function of.
         """
-        assert self.trainer is not None and self.seed is not None
+        assert self.trainer is not None
+        assert self.seed is not None
         learner = self.learner
         seed = fold_in(self.seed, *keys)
         requests = [SampleRequest(prompt.ids, prompt.index, sample, seed) for prompt, sample in prompts]
@@ -224,7 +227,8 @@ class RolloutDataModule(LightningDataModule):
 
     def _sample_round(self, indices: list[int], iteration: int) -> list[Rollout]:
         """All ranks' rollouts of these prompts, in the order of prompts; each rank samples its share."""
-        assert self.trainer is not None and self.train_prompts is not None
+        assert self.trainer is not None
+        assert self.train_prompts is not None
         rank, num_ranks = data_parallel(self.trainer)
         mine = list(range(len(indices)))[rank::num_ranks]
         prompts = [(self.train_prompts[indices[slot]], s) for slot in mine for s in range(self.group_size)]
@@ -234,8 +238,13 @@ class RolloutDataModule(LightningDataModule):
         return [merged[key] for key in sorted(merged)]
 
     def collect(self, iteration: int) -> RolloutBatch:
-        """Sample until the iteration is full of groups that the algorithm keeps; its rollouts, on the CPU of every rank."""
-        assert self.train_prompts is not None and self.seed is not None
+        """Sample until the iteration is full of groups that the algorithm keeps.
+
+        Returns:
+            Its rollouts, on the CPU of every rank.
+        """
+        assert self.train_prompts is not None
+        assert self.seed is not None
         learner, size, wanted = self.learner, self.group_size, self.prompts_per_iteration
         started = time.perf_counter()
         order = iteration_order(len(self.train_prompts), iteration, wanted, self.seed)
@@ -295,7 +304,8 @@ class RolloutDataModule(LightningDataModule):
         return LazyLoader(lambda: self._minibatches(plan), plan.num_minibatches)
 
     def _minibatches(self, plan: StepPlan) -> Iterator[Sealed]:
-        assert self.trainer is not None and self.seed is not None
+        assert self.trainer is not None
+        assert self.seed is not None
         iteration = self.trainer.current_epoch
         self.end_iteration = False
         with torch.no_grad(), self.trainer.precision_plugin.forward_context():

@@ -52,8 +52,9 @@ class StepPlan:
             ][:2]
             advice = f"nearest: {', or '.join(valid)}" if valid else f"{self.num_ranks} ranks do not divide step_size"
             raise ValueError(
-                f"trainer.accumulate_grad_batches={self.accumulate_grad_batches} must equal step_size / (minibatch_size x ranks) = "
-                f"{self.step_size} / ({self.minibatch_size} x {self.num_ranks}) = {self.step_size / unit:g}; {advice}."
+                f"trainer.accumulate_grad_batches={self.accumulate_grad_batches} must equal step_size / "
+                f"(minibatch_size x ranks) = {self.step_size} / ({self.minibatch_size} x {self.num_ranks}) = "
+                f"{self.step_size / unit:g}; {advice}."
             )
 
     @property
@@ -87,7 +88,7 @@ class StepPlan:
 
 
 class Sealed:
-    """A batch that no precision plugin looks into, so that what must be float32 stays float32; opened by the data module."""
+    """A batch that no precision plugin looks into, so that float32 stays float32; the data module opens it."""
 
     __slots__ = ("batch",)
 

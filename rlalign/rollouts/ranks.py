@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def data_parallel(trainer: Trainer) -> tuple[int, int]:
-    """Rank and size of the group that shares the data; ranks that share one copy of a model (tensor parallel) are one."""
+    """Rank and size of the group that shares the data; ranks that hold parts of one layer (tensor parallel) are one."""
     kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
     if not kwargs:
         return trainer.global_rank, trainer.world_size

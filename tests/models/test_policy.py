@@ -25,7 +25,9 @@ def train_a_bit(policy: Policy, steps: int = 3) -> None:
 @pytest.fixture
 def adapter(tiny_model, tmp_path) -> str:
     """A LoRA adapter that is not the identity."""
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(r=2, target_modules="all-linear"))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(r=2, target_modules="all-linear")
+    )
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

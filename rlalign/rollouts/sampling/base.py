@@ -41,7 +41,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One response to draw. Its random numbers are a function of ``seed`` (itself of run and iteration) and the indices."""
+    """One response to draw; its random numbers are a function of the seed (of run and iteration) and the indices."""
 
     prompt_ids: tuple[int, ...]
     prompt_index: int

@@ -33,9 +33,9 @@ def keep_likely(probs: Tensor, params: SamplingParams) -> Tensor:
 class LocalSampler:
     """Draws from the policy in process: nothing to sync, and log-probabilities that are the policy's own.
 
-    Each distinct prompt is computed once and its cache shared by its samples; a row that has ended leaves the batch, so a
-    long tail does not pay for the finished. Every token is drawn with one number that is a hash of (request seed, prompt,
-    sample, position), so a response does not depend on what else is in the batch.
+    Each distinct prompt is computed once and its cache shared by its samples; a row that has ended leaves the batch,
+    so a long tail does not pay for the finished. Every token is drawn with one number that is a hash of (request seed,
+    prompt, sample, position), so a response does not depend on what else is in the batch.
 
     Args:
         max_rows: Responses in flight at once; bounds the memory of the cache.
@@ -93,7 +93,7 @@ class LocalSampler:
     def _prefill(
         self, model: PreTrainedModel, requests: list[SampleRequest], counts: list[int]
     ) -> tuple[Tensor, DynamicCache, Tensor]:
-        """Last logits ``[R, V]``, cache and attention mask ``[R, P]`` of every row; each distinct prompt is computed once."""
+        """Last logits ``[R, V]``, cache and attention mask ``[R, P]`` of all rows; each prompt is computed once."""
         device = model.device
         first_rows = [sum(counts[:i]) for i in range(len(counts))]
         prompts = [requests[row].prompt_ids for row in first_rows]
@@ -146,11 +146,12 @@ class LocalSampler:
             logprobs[live, step] = logprob
             ended = torch.isin(token, ends) & ~done
             stopped = self._stopped(tokens, live, step, params.stop) & ~done & ~ended if params.stop else None
-            for newly, reason in ((ended, "eos"), (stopped, "stop")):
+            outcomes: list[tuple[Tensor | None, FinishReason]] = [(ended, "eos"), (stopped, "stop")]
+            for newly, reason in outcomes:
                 if newly is not None and newly.any():
                     generated[live[newly]] = step + 1
                     for row in live[newly].tolist():
-                        reasons[row] = reason  # type: ignore[call-overload]
+                        reasons[row] = reason
                     done = done | newly
             if done.all() or step + 1 == params.max_new_tokens:
                 break
@@ -183,7 +184,8 @@ class LocalSampler:
             token = logits.argmax(-1)
         if not log_normalizer.isfinite().all():
             raise FloatingPointError(
-                "The policy's logits are not finite: its weights have diverged (lower the learning rate, clip the gradient), or "
+                "The policy's logits are not finite: its weights have diverged (lower the learning rate, clip "
+                "the gradient), or "
                 "it overflows in this precision."
             )
         return token, (logits.gather(-1, token.unsqueeze(-1)) - log_normalizer).squeeze(-1)
