@@ -134,6 +134,8 @@ def draw_curves(
 
 
 def _draw_panel(axes: "Axes", title: str, metrics: dict[str, str], history: dict[str, list[list[float]]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     names = [m for m in metrics if history.get(m)]
     for name in names:
         iterations, values = zip(*history[name], strict=True)
@@ -144,7 +146,8 @@ def _draw_panel(axes: "Axes", title: str, metrics: dict[str, str], history: dict
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    if "pass@1" in title or "share" in title:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if title in ("pass@1", "share of responses and groups"):
         axes.set_ylim(-0.03, 1.03)
     if len(metrics) > 1:
         axes.legend(fontsize=8, frameon=False)

@@ -51,7 +51,8 @@ class Record(Callback):
 
 def weights(module: Any) -> torch.Tensor:
     """All weights in a row."""
-    return torch.cat([p.detach().flatten().clone() for p in module.policy.lm.parameters()])
+    parts = [p.detach() for p in module.policy.lm.parameters()]
+    return torch.cat([(p.full_tensor() if hasattr(p, "full_tensor") else p).flatten().clone() for p in parts])
 
 
 def run(

@@ -7,6 +7,7 @@ import torch
 from distributed import run_distributed
 from lightning import Callback
 from short_runs import Feed, Record, checkpoint, run, weights, weights_in
+from strategies import make_strategy
 
 from rlalign.callbacks import AdaptiveKL, EntropyTarget, GradNormBand, IterationCheckpoint, KLBand, RewardMonitor
 from rlalign.callbacks.rollback import newest_checkpoint, scale_rate
@@ -220,42 +221,39 @@ def test_a_scaled_rate_follows_its_schedule(make):
     assert rates(2) == pytest.approx([*plain[:2], *(r / 2 for r in plain[2:])])
 
 
-def strategy_of(name):
-    if name == "ddp":
-        return "ddp"
-    if name == "fsdp2":
-        from lightning.pytorch.strategies import ModelParallelStrategy
-
-        return ModelParallelStrategy(save_distributed_checkpoint=True)
-    raise ValueError(name)
+def digest(trainer, module):
+    return hashlib.sha256(weights(module).numpy().tobytes()).hexdigest(), trainer.optimizers[0].param_groups[0]["lr"]
 
 
 def on_rank(rank, name, model, prompts, folder):
-    guard = band()
-    adaptive = AdaptiveKL(monitor="fed/value", threshold=5.0, up=2.0)
-    # The second rank measures nothing bad: it must do as the first.
-    feed = Feed("fed/value", [GOOD, GOOD, BAD if rank == 0 else GOOD])
-    record = Record(states)
-    _, module, _, _ = run(
-        model,
-        prompts,
-        folder,
-        [feed, guard, adaptive, record],
-        module={"kl_to": "old"},
-        trainer={"devices": 2, "strategy": strategy_of(name)},
-    )
-    return (
-        [(hashlib.sha256(w.numpy().tobytes()).hexdigest(), lr) for w, lr in record.seen],
-        guard.num_rollbacks,
-        module.kl_coef,
-    )
+    def train(resume=None):
+        # The second rank measures nothing bad: it must do as the first.
+        feed = Feed("fed/value", [GOOD, GOOD, BAD if rank == 0 else GOOD, GOOD])
+        guard, record = band(), Record(digest)
+        adaptive = AdaptiveKL(monitor="fed/value", threshold=5.0, up=2.0)
+        _, module, _, _ = run(
+            model,
+            prompts,
+            folder,
+            [feed, guard, adaptive, record],
+            4,
+            resume=resume,
+            module={"kl_to": "old"},
+            trainer={"devices": 2, "strategy": make_strategy(name)},
+        )
+        return record.seen, guard.num_rollbacks, module.kl_coef
+
+    return train(), train(checkpoint(folder, 3))
 
 
-def test_two_ranks_roll_back_together(tiny_model, prompts_file, tmp_path):
-    first, second = run_distributed(on_rank, "ddp", tiny_model, prompts_file, tmp_path)
-    for seen, count, coef in (first, second):
-        assert count == 1
-        assert seen[2][0] == seen[1][0] != seen[0][0]
-        assert seen[2][1] < 0.6 * seen[1][1]
-        assert math.isclose(coef, 0.05 * 0.99**2)
-    assert first[0] == second[0]
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed2"])
+def test_two_ranks_roll_back_together(strategy, tiny_model, prompts_file, tmp_path):
+    first, second = run_distributed(on_rank, strategy, tiny_model, prompts_file, tmp_path)
+    assert first == second
+    (seen, count, coef), resumed = first
+    assert count == 1
+    assert seen[2][0] == seen[1][0] != seen[0][0]
+    assert seen[3][0] != seen[2][0]
+    assert seen[2][1] < 0.6 * seen[1][1]
+    assert math.isclose(coef, 0.05 * 0.99**3)
+    assert resumed == (seen[2:], count, coef), "what was restored is all that a resume restores"
