@@ -81,6 +81,9 @@ class PolicyModule(LightningModule, ABC):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note whether the whole optimizer step is without a token."""
         self._skip_update = batch.step_tokens == 0
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
+            empty = float(self._skip_update)
+            self.log("train/empty_steps", empty, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -260,7 +263,8 @@ class RolloutModule(PolicyModule, ABC):
 
     def on_validation_start(self) -> None:
         """Fresh counts."""
-        self.val_metrics = validation_metrics(self.trainer.datamodule.val_samples).to(self.device)  # type: ignore[attr-defined]
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        self.val_metrics = validation_metrics(data.val_samples, data.rewards.answers).to(self.device)
 
     def validation_step(self, indices: list[int], batch_idx: int) -> None:
         """Sample responses to held-out prompts and count the right ones."""

@@ -144,7 +144,7 @@ class RolloutDataModule(LightningDataModule):
         if source is None:
             return None
         assert self.seed is not None
-        return load_prompts(
+        prompts = load_prompts(
             source,
             self.learner.tokenizer,
             split=split,
@@ -157,6 +157,8 @@ class RolloutDataModule(LightningDataModule):
             seed=self.seed,
             exclude=self.val_prompts if split == "train" else None,
         )
+        self.rewards.check_columns(prompts.column_names)
+        return prompts
 
     def setup(self, stage: str) -> None:
         """Load the prompts that the stage needs."""
@@ -262,17 +264,18 @@ class RolloutDataModule(LightningDataModule):
             for group, kept_group in enumerate(keep):
                 (kept if kept_group else refused).extend(part[group * size : (group + 1) * size])
             rounds += 1
-        missing = wanted * size - len(kept)
-        if missing > 0 and (learner.partial_batch == "fill" or not kept):
+        num_kept, missing = len(kept), wanted * size - len(kept)
+        if missing > 0 and learner.partial_batch == "fill":
             kept += refused[:missing]
-        kept = kept[: wanted * size]
         self.last_rollouts = sampled
-        rollouts = self._collate(kept)
+        rollouts = self._collate(kept[: wanted * size] or refused[:size])
+        if not kept:  # nothing to learn from: an iteration of empty steps
+            rollouts.loss_mask = torch.zeros_like(rollouts.loss_mask)
         rollouts.statistics = {
             **rollout_statistics(sampled, size),
             "rollout/rounds": float(rounds),
-            "rollout/kept_share": len(kept) / len(sampled),
-            "rollout/filled_share": min(1.0, (wanted * size - max(missing, 0)) / (wanted * size)),
+            "rollout/kept_share": num_kept / len(sampled),
+            "rollout/filled_share": 1 - max(missing, 0) / (wanted * size),
             "perf/sample_seconds": (seconds := time.perf_counter() - started),
             "perf/sampled_tokens_per_second": sum(len(r.token_ids) for r in sampled) / max(seconds, 1e-9),
         }
