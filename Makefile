@@ -29,5 +29,8 @@ check: $(VENV)/.installed-dev  ## Format, style, types and layers.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+bench: $(VENV)/.installed-dev  ## Sampling against generate of transformers, side by side.
+	$(BIN)/python scripts/bench/sampling.py
+
 clean:
 	rm -rf $(VENV) runs build dist

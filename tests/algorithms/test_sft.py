@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import lightning
 import pytest
@@ -48,7 +49,7 @@ def test_a_step_is_the_mean_over_its_response_tokens_restated(tiny_model, demons
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     optimizer = sgd(model.parameters())
-    rows = [json.loads(line) for line in open(demonstrations)]
+    rows = [json.loads(line) for line in Path(demonstrations).read_text().splitlines()]
     for items in data.plan.steps(11, 5, 0):
         total, count = 0.0, 0
         for row in (rows[i] for i in items):
