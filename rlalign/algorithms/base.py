@@ -14,15 +14,14 @@ from torch.optim import Optimizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlalign.algorithms.schedules import WarmupSchedule
-from rlalign.assets import resolve
 from rlalign.functional.divergences import kl_k3
 from rlalign.functional.draws import fold_in
 from rlalign.functional.reductions import Reduction, masked_mean, reduce_loss
 from rlalign.metrics import validation_metrics
-from rlalign.models.policy import Policy, PolicyConfig
+from rlalign.models.policy import Policy, PolicyConfig, locate_model
 from rlalign.models.scoring import TokenScores
 from rlalign.rollouts.batch import RolloutBatch
-from rlalign.rollouts.ranks import data_parallel, gather_objects, sum_over_ranks
+from rlalign.rollouts.ranks import data_parallel, gather_objects, run_seed, sum_over_ranks
 
 
 def default_optimizer(parameters: Any) -> Optimizer:
@@ -51,7 +50,7 @@ class PolicyModule(LightningModule, ABC):
         self.save_hyperparameters({"policy": asdict(self.policy_config)})
         self.make_optimizer, self.make_schedule = optimizer, schedule
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            resolve(self.policy_config.model), trust_remote_code=self.policy_config.trust_remote_code
+            locate_model(self.policy_config.model), trust_remote_code=self.policy_config.trust_remote_code
         )
         self.policy: Policy | None = None
         self.needs_reference = False
@@ -60,8 +59,7 @@ class PolicyModule(LightningModule, ABC):
     def configure_model(self) -> None:
         """Build the policy, once: every entry point of the trainer calls this again."""
         if self.policy is None:
-            seed = torch.initial_seed() % 2**31
-            self.policy = Policy(self.policy_config, with_reference=self.needs_reference, seed=seed)
+            self.policy = Policy(self.policy_config, self.needs_reference, seed=run_seed(self.trainer))
             if self.device_mesh is not None:
                 self.policy.shard(self.device_mesh["data_parallel"])
 
@@ -75,6 +73,22 @@ class PolicyModule(LightningModule, ABC):
                 raise ValueError(f"schedule.shape={schedule.shape} needs trainer.max_epochs or schedule.total_steps.")
             schedule.total_steps = int(steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another model by a sentence, before it fails parameter by parameter.
+
+        Raises:
+            ValueError: If names or shapes of the parameters differ.
+        """
+        theirs = {name: value.shape for name, value in checkpoint.get("state_dict", {}).items()}
+        ours = {name: value.shape for name, value in self.state_dict().items()}
+        differing = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+        if theirs and differing:
+            model = checkpoint.get("hyper_parameters", {}).get("policy", {}).get("model", "an unknown one")
+            raise ValueError(
+                f"The checkpoint is of another model or of another kind of run: it was trained from policy.model={model}, this run has "
+                f"{self.policy_config.model}, and {len(differing)} of {len(ours)} tensors differ, {differing[0]} for one."
+            )
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

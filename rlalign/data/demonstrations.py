@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlalign.data.formats import Columns, recognise
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
 from rlalign.rollouts.prompts import PromptSource, parse_source
-from rlalign.rollouts.ranks import data_parallel
+from rlalign.rollouts.ranks import data_parallel, run_seed
 from rlalign.rollouts.template import Rendering, render_demonstration
 
 
@@ -213,11 +213,23 @@ class DemonstrationDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Load and count the demonstrations."""
         if self.seed is None:
-            self.seed = torch.initial_seed() % 2**31
+            self.seed = run_seed(self.trainer)
         if self.val_source is not None and self.val_data is None:
             self.val_data = self._load(self.val_source, "val")
         if stage == "fit" and self.train_data is None:
             self.train_data = self._load(self.train_source, "train")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed: with the epoch's number, all that the order is a function of."""
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the seed of the run that is resumed."""
+        if state_dict["seed"] == self.seed:
+            return
+        rank_zero_warn(f"The run is resumed with its own seed, {state_dict['seed']}; {self.seed} is not used.")
+        self.seed, self.train_data, self.val_data = state_dict["seed"], None, None
+        self.setup("fit")
 
     @property
     def plan(self) -> StepPlan:

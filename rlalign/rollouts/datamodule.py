@@ -8,17 +8,18 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 from lightning import LightningDataModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlalign.functional.draws import fold_in
 from rlalign.models.policy import Policy
-from rlalign.rewards.base import Response
+from rlalign.rewards.base import NamedReward, Response
 from rlalign.rewards.suite import RewardSuite
 from rlalign.rollouts.batch import Rollout, RolloutBatch, collate
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
 from rlalign.rollouts.prompts import Prompt, PromptDataset, PromptSource, iteration_order, load_prompts
-from rlalign.rollouts.ranks import data_parallel, gather_objects
+from rlalign.rollouts.ranks import data_parallel, gather_objects, run_seed
 from rlalign.rollouts.sampling.base import Sampler, SampleRequest, SamplingParams
 from rlalign.rollouts.sampling.local import LocalSampler
 from rlalign.rollouts.statistics import rollout_statistics
@@ -82,7 +83,7 @@ class RolloutDataModule(LightningDataModule):
     def __init__(
         self,
         train: str | PromptSource,
-        rewards: dict[str, Callable[..., Any]],
+        rewards: dict[str, NamedReward | Callable[..., Any]],
         val: str | PromptSource | None = None,
         reward_weights: dict[str, float] | None = None,
         correct: str | None = None,
@@ -115,7 +116,7 @@ class RolloutDataModule(LightningDataModule):
         self.rendering: Rendering = rendering
         self.rewards = RewardSuite(rewards, reward_weights, correct)
         self.sampling, self.val_sampling = sampling, val_sampling or sampling
-        self.sampler: Any = sampler or LocalSampler()
+        self.sampler: Sampler = sampler or LocalSampler()
         self.prompts_per_iteration, self.group_size = prompts_per_iteration, group_size
         self.step_size = step_size or prompts_per_iteration * group_size
         self.minibatch_size = minibatch_size
@@ -163,7 +164,7 @@ class RolloutDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Load the prompts that the stage needs."""
         if self.seed is None:
-            self.seed = torch.initial_seed() % 2**31
+            self.seed = run_seed(self.trainer)
         self.sampler.setup(self.learner.tokenizer)
         if self.val_prompts is None:
             self.val_prompts = self.load("val")
@@ -177,6 +178,18 @@ class RolloutDataModule(LightningDataModule):
                     f"data.prompts_per_iteration={self.prompts_per_iteration} is more than the {available} prompts of "
                     f"{self.train_source}."
                 )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed: with the iteration's number, all that prompts, draws and minibatches are a function of."""
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the seed of the run that is resumed."""
+        if state_dict["seed"] == self.seed:
+            return
+        rank_zero_warn(f"The run is resumed with its own seed, {state_dict['seed']}; {self.seed} is not used.")
+        self.seed, self.train_prompts, self.val_prompts = state_dict["seed"], None, None
+        self.setup("fit")
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
@@ -267,6 +280,11 @@ class RolloutDataModule(LightningDataModule):
         num_kept, missing = len(kept), wanted * size - len(kept)
         if missing > 0 and learner.partial_batch == "fill":
             kept += refused[:missing]
+        if all(rollout.reward is None for rollout in sampled):
+            raise ValueError(
+                f"Rewards ({', '.join(self.rewards.rewards)}): none of the {len(sampled)} responses of iteration {iteration} got a "
+                "number, only None, NaN or infinity. Check the rewards with `rlalign check`."
+            )
         self.last_rollouts = sampled
         rollouts = self._collate(kept[: wanted * size] or refused[:size])
         if not kept:  # nothing to learn from: an iteration of empty steps

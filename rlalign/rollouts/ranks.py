@@ -18,6 +18,13 @@ def data_parallel(trainer: Trainer) -> tuple[int, int]:
     return int(kwargs["rank"]), int(kwargs["num_replicas"])
 
 
+def run_seed(trainer: Trainer | None) -> int:
+    """The seed of the run (``seed_everything``), that of rank 0; arbitrary if nothing was seeded, but alike on all
+    ranks."""
+    seed = torch.initial_seed() % 2**31
+    return seed if trainer is None else int(trainer.strategy.broadcast(seed))
+
+
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 

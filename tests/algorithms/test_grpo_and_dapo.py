@@ -396,3 +396,18 @@ def test_dropout_is_a_function_of_the_seed(tiny_model, prompts_file):
     assert torch.equal(weights(runs[0][0]), weights(runs[1][0]))
     plain, _, _ = fit(tiny_model, prompts_file, trainer={"max_epochs": 2}, policy={"lora_rank": 4})
     assert not torch.equal(weights(runs[0][0]), weights(plain))
+
+
+def test_a_resumed_run_keeps_its_seed(tiny_model, prompts_file, tmp_path):
+    """Even where nothing was seeded, so that a new process has another seed."""
+    straight, _, _ = fit(tiny_model, prompts_file, trainer={"max_epochs": 2})
+    _, _, trainer = fit(tiny_model, prompts_file, num_held_out=4)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    module, data, trainer = make_run(tiny_model, prompts_file, trainer={"max_epochs": 2}, num_held_out=4)
+    torch.manual_seed(12345)
+    with pytest.warns(UserWarning, match="its own seed, 3"):
+        trainer.fit(module, data, ckpt_path=tmp_path / "one.ckpt")
+    whole, other, _ = fit(tiny_model, prompts_file, trainer={"max_epochs": 2}, num_held_out=4)
+    assert torch.equal(weights(module), weights(whole))
+    assert [r.text for r in data.last_rollouts] == [r.text for r in other.last_rollouts]
+    assert not torch.equal(weights(module), weights(straight))

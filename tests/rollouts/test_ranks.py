@@ -1,3 +1,5 @@
+import os
+
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
@@ -27,3 +29,19 @@ def test_one_process_is_alone():
     assert gather_objects("x") == ["x"]
     assert sum_over_ranks(torch.tensor(2.0)) == 2
     assert broadcast_object("x") == "x"
+
+
+def seeds(rank: int, model: str, prompts: str):
+    from runs import make_run, weights
+
+    module, data, trainer = make_run(model, prompts, policy={"lora_rank": 2}, trainer={"devices": 2, "strategy": "ddp"})
+    os.environ.pop("PL_GLOBAL_SEED")
+    torch.manual_seed(rank + 100)  # as if nobody had called seed_everything
+    trainer.fit(module, data)
+    return data.seed, weights(module).sum().item()
+
+
+def test_without_a_seed_ranks_still_agree(tiny_model, prompts_file):
+    first, second = run_distributed(seeds, tiny_model, prompts_file)
+    assert first == second
+    assert first[0] == 100

@@ -63,6 +63,9 @@ class Completion:
 class Sampler(Protocol):
     """Draws responses from a policy."""
 
+    def setup(self, tokenizer: Any) -> None:
+        """Take the tokenizer of the policy; called before anything else."""
+
     def sync(self, policy: Any) -> None:
         """Take over the weights of the policy as it is now."""
 

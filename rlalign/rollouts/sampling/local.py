@@ -1,6 +1,5 @@
 """Sampling from the policy itself, in process."""
 
-import inspect
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -10,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlalign.functional.draws import draw_token, hashed_uniform
 from rlalign.models.policy import Policy
-from rlalign.models.scoring import adjust_logits, at_least_float32, position_ids
+from rlalign.models.scoring import adjust_logits, at_least_float32, cache_argument, position_ids
 from rlalign.rollouts.sampling.base import Completion, FinishReason, SampleRequest, SamplingParams
 from rlalign.rollouts.template import end_token_ids
 
@@ -55,9 +54,7 @@ class LocalSampler:
         """Sample from this policy from now on."""
         self.policy = policy
         self.end_ids = sorted(end_token_ids(self.tokenizer, policy.model.config, policy.model.generation_config))
-        # The argument is being renamed in transformers.
-        parameters = inspect.signature(policy.model.base_model.forward).parameters
-        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.cache_argument = cache_argument(policy.model)
 
     @torch.no_grad()
     def sample(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Completion]:
