@@ -1,0 +1,88 @@
+"""docs/metrics.md names what runs log: nothing more, nothing less."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning import seed_everything
+from lightning.pytorch.loggers.logger import DummyLogger
+from runs import make_run, make_trainer
+
+from rlalign.algorithms.dapo import DAPO
+from rlalign.algorithms.grpo import GRPO
+from rlalign.algorithms.sft import SFT
+from rlalign.callbacks import AdaptiveKL, EntropySchedule, GradNormBand, KLBand, RewardMonitor, SampleTable
+from rlalign.data.demonstrations import DemonstrationDataModule
+from rlalign.models.policy import PolicyConfig
+
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+ROW = re.compile(r"^\| `((?:train|rollout|val|perf)/[^`]+)` \|(.*)\|$", re.MULTILINE)
+
+
+class Names(DummyLogger):
+    """Keeps the names of what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def log_metrics(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self.seen |= set(metrics) - {"epoch"}
+
+
+def documented(reward: str, num_samples: int) -> list[str]:
+    """Names on the page, with the name of a reward and a number of samples put in."""
+    return [name.replace("NAME", reward).replace("@K", f"@{num_samples}") for name, _ in ROW.findall(PAGE.read_text())]
+
+
+@pytest.fixture
+def logged(tiny_model: str, tmp_path: Path) -> set[str]:
+    """What is logged by short runs of every algorithm, with every callback that adds to it."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(16)))
+    names = Names()
+
+    def trainer(name: str, *callbacks: Any) -> dict[str, Any]:
+        return {
+            "logger": names,
+            "log_every_n_steps": 1,
+            "default_root_dir": tmp_path / name,
+            "callbacks": list(callbacks),
+        }
+
+    guards = [KLBand(), GradNormBand(), RewardMonitor(), SampleTable()]
+    settings = {"num_held_out": 4, "val_samples": 2, "step_size": 8}
+    for name, algorithm, callbacks, options in (
+        ("grpo", GRPO, [AdaptiveKL(), EntropySchedule(), *guards], {"kl_coef": 0.04, "entropy_coef": 0.01}),
+        ("anchored", GRPO, [AdaptiveKL()], {"kl_coef": 0.04, "kl_to": "old"}),
+        ("dapo", DAPO, [], {"filter_by": "reward", "max_rounds": 2}),
+    ):
+        module, data, runner = make_run(
+            tiny_model, str(prompts), algorithm, trainer(name, *callbacks), **settings, **options
+        )
+        runner.fit(module, data)
+    seed_everything(0)
+    demonstrations = DemonstrationDataModule(
+        str(prompts), num_held_out=4, columns={"prompt": "prompt", "response": "answer"}, step_size=4
+    )
+    make_trainer(**trainer("sft")).fit(SFT(policy=PolicyConfig(tiny_model)), demonstrations)
+    return names.seen
+
+
+def test_the_page_names_what_runs_log(logged):
+    names = documented("length", 2)
+    assert len(names) == len(set(names)), "a name has two rows"
+    assert {"documented only": set(names) - logged, "logged only": logged - set(names)} == {
+        "documented only": set(),
+        "logged only": set(),
+    }
+
+
+def test_every_row_is_complete():
+    rows = ROW.findall(PAGE.read_text())
+    assert len(rows) > 30
+    for name, rest in rows:
+        cells = [cell.strip() for cell in rest.split("|")]
+        assert len(cells) == 4, name
+        assert all(cells), name
