@@ -77,7 +77,7 @@ class IterationCheckpoint(Checkpoint):
             if trainer.is_global_zero:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 remove(temporary)
-            trainer.save_checkpoint(temporary)
+            trainer.save_checkpoint(temporary, weights_only=False)
             if trainer.is_global_zero:
                 publish(temporary, target)
                 link_last(target)

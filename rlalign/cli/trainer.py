@@ -60,6 +60,7 @@ class TrainerCLI(LightningCLI):
 
     def __init__(self, args: Sequence[str]) -> None:
         options = {"allow_abbrev": False}
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         super().__init__(
             PolicyModule,
             LightningDataModule,
@@ -83,6 +84,10 @@ class TrainerCLI(LightningCLI):
         """Add what is ours."""
         parser.add_argument("--run", type=str | None, default=None, help="Name of the run: its folder is runs/NAME.")
         parser.set_defaults({"data": {"class_path": "RolloutDataModule"}})
+
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        """Parse what was given; Lightning would warn that a program that gives arguments has some of its own."""
+        self.config = parser.parse_args(args)
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would let the checkpoint's hyperparameters overrule files and flags."""
@@ -148,7 +153,7 @@ def choose_folder(options: Any, starts_run: bool) -> Path:
         raise ValueError("trainer.default_root_dir is the folder of the run; choose it by --run NAME.")
     if options.run is not None:
         folder = Path(options.run) if "/" in options.run else RUNS / options.run
-    elif inherited := os.environ.get(RUN_VARIABLE):
+    elif rank_zero_only.rank != 0 and (inherited := os.environ.get(RUN_VARIABLE)):
         return Path(inherited)
     elif checkpoint is not None and checkpoint != "last" and Path(checkpoint).parent.name == CHECKPOINTS:
         folder = Path(checkpoint).parent.parent
@@ -162,8 +167,7 @@ def choose_folder(options: Any, starts_run: bool) -> Path:
     else:
         configs = [Path(str(path)).stem for path in options.config or []]
         folder = RUNS / f"{configs[-1] if configs else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
-    launched = os.environ.get(RUN_VARIABLE) is not None or rank_zero_only.rank != 0
-    if starts_run and checkpoint is None and not launched and is_used(folder):
+    if starts_run and checkpoint is None and rank_zero_only.rank == 0 and is_used(folder):
         raise FileExistsError(f"{folder} holds a run: continue it with --ckpt_path=last, or choose another --run NAME.")
     os.environ[RUN_VARIABLE] = str(folder)
     return folder
@@ -202,7 +206,6 @@ def write_predictions(path: Path, rollouts: Sequence[Any]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one of the trainer's commands."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with sentences():
         TrainerCLI(argv)
     return 0

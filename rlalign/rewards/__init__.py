@@ -1,6 +1,6 @@
 """Rewards: callables of an example and a response. Any function of your own works as well."""
 
-from rlalign.rewards.base import Response, Reward
+from rlalign.rewards.base import NamedReward, Response, Reward
 from rlalign.rewards.match import ExactMatch, NumericMatch
 from rlalign.rewards.overlong import SoftOverlong
 from rlalign.rewards.regex import FormatReward, RegexMatch
@@ -10,6 +10,7 @@ from rlalign.rewards.tasks import ReasoningGymScorer
 __all__ = [
     "ExactMatch",
     "FormatReward",
+    "NamedReward",
     "NumericMatch",
     "ReasoningGymScorer",
     "RegexMatch",

@@ -1,5 +1,7 @@
 """What a reward is: any callable of an example and a response."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 
@@ -33,3 +35,11 @@ class Reward(Protocol):
 
     def __call__(self, example: dict[str, Any], response: str) -> float | None:
         """Score one response to one example (a row of the data, every column of it)."""
+
+
+class NamedReward(ABC):
+    """Base of the rewards that a configuration may name without their path; any other callable is as good a reward."""
+
+    @abstractmethod
+    def __call__(self, example: Mapping[str, Any], response: str) -> float | None:
+        """Score one response."""

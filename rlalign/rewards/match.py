@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from rlalign.rewards.base import NamedReward
 from rlalign.rewards.extract import final_answer, gold_text, numbers
 
 
-class ExactMatch:
+class ExactMatch(NamedReward):
     """1 if the answer of a response is the right one, character for character but for surrounding space; else 0.
 
     The answer is the whole response without its thinking, or its last ``<answer>`` block; see
@@ -34,7 +35,7 @@ class ExactMatch:
         return (text.casefold() if self.ignore_case else text) or None
 
 
-class NumericMatch:
+class NumericMatch(NamedReward):
     """1 if the number that a response answers equals the right one exactly, else 0.
 
     Signs, thousands (``1,000``), currencies, decimals (``1234.00``), powers of ten and ``a/b`` are understood; LaTeX is

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rlalign.rewards.base import Response
+from rlalign.rewards.base import NamedReward, Response
 
 
-class SoftOverlong:
+class SoftOverlong(NamedReward):
     r"""DAPO's soft overlong punishment.
 
     .. math:: R(y) = \begin{cases} 0 & |y| \le L_{max} - L_{cache} \\

@@ -4,10 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlalign.rewards.base import NamedReward
 from rlalign.rewards.extract import gold_text
 
 
-class RegexMatch:
+class RegexMatch(NamedReward):
     r"""1 if what a pattern finds in a response is the right answer, else 0.
 
     The last match counts, the first group of it if the pattern has one. An empty match is no answer.
@@ -41,7 +42,7 @@ class RegexMatch:
         return (matches[-1][1 if self.pattern.groups else 0] or "").strip() or None
 
 
-class FormatReward:
+class FormatReward(NamedReward):
     """1 if a response is exactly one block of each tag, in order, none of them empty; else 0.
 
     ``<think>a</think> <answer>9</answer>``, say, with nothing but space around the blocks. What the prompt put into the

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from rlalign.rewards.base import NamedReward
 from rlalign.rewards.extract import final_answer
 
 
@@ -33,7 +34,7 @@ def create_task(name: str, config: Mapping[str, Any]) -> Any:
         raise ValueError(f"reasoning-gym's task '{name}' refuses {dict(config)}: {error}.") from error
 
 
-class ReasoningGymScorer:
+class ReasoningGymScorer(NamedReward):
     """The score of a reasoning-gym task's own ``score_answer`` for the answer of a response.
 
     The answer is the whole response without its thinking, or its last ``<answer>`` block. The task is the one that the
