@@ -63,8 +63,8 @@ class PolicyConfig:
             )
         if self.share_prompts and self.activation_checkpointing:
             raise ValueError(
-                "policy.share_prompts keeps a cache of keys, which policy.activation_checkpointing would fill twice: use "
-                "one of them."
+                "policy.share_prompts keeps a cache of keys, which policy.activation_checkpointing would fill twice: "
+                "use one of them."
             )
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout must be in [0, 1), got {self.lora_dropout}.")

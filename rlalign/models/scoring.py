@@ -1,11 +1,12 @@
 """Log-probabilities and entropies of tokens, without ever holding the logits of a whole batch."""
 
+import inspect
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 
 class TokenScores(NamedTuple):
@@ -56,6 +57,39 @@ def _first_position(mask: Tensor) -> Tensor:
     return first
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """What this model calls its cache: the argument is being renamed in transformers."""
+    return "cache" if "cache" in inspect.signature(model.base_model.forward).parameters else "past_key_values"
+
+
+def shared_prompt_states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, num_tokens: int) -> Tensor:
+    """Hidden states that predict the last ``num_tokens`` columns, ``[B, T, H]``, each distinct prompt computed once.
+
+    The responses are computed on the prompts' cache, which gradients flow through. But for rounding, the states are
+    those of whole rows.
+
+    Args:
+        model: A causal language model of transformers.
+        input_ids: Prompt and response, ``[B, P + T]``.
+        attention_mask: True on real tokens, ``[B, P + T]``.
+        num_tokens: Columns of the response, ``T``.
+    """
+    positions, mask = position_ids(attention_mask), attention_mask.long()
+    width = input_ids.shape[1] - num_tokens
+    prompts, prompt_of_row = torch.cat([input_ids[:, :width], mask[:, :width]], 1).unique(dim=0, return_inverse=True)
+    cache = DynamicCache(config=model.config)
+    cached = {"use_cache": True, cache_argument(model): cache}
+    ids, prompt_mask = prompts.split(width, dim=1)
+    placed = {"attention_mask": prompt_mask, "position_ids": position_ids(prompt_mask)}
+    before = model.base_model(input_ids=ids, **placed, **cached).last_hidden_state[prompt_of_row, -1:]
+    if num_tokens == 1:
+        return before
+    cache.batch_select_indices(prompt_of_row)
+    placed = {"attention_mask": mask[:, :-1], "position_ids": positions[:, width:-1]}
+    after = model.base_model(input_ids=input_ids[:, width:-1], **placed, **cached).last_hidden_state
+    return torch.cat([before, after], 1)
+
+
 def token_scores(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -64,6 +98,7 @@ def token_scores(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     positions: Tensor | None = None,
+    share_prompts: bool = False,
 ) -> TokenScores:
     """Scores of the response tokens, the last ``T`` columns of ``input_ids``.
 
@@ -78,6 +113,7 @@ def token_scores(
         temperature: Of the distribution; 0 (greedy) is scored at 1.
         chunk_tokens: Positions a chunk.
         positions: Of packed rows, ``[B, P + T]``; from 0 again with every sequence, and none sees another.
+        share_prompts: Compute each distinct prompt once, see :func:`shared_prompt_states`.
 
     Returns:
         Log-probabilities and entropies, float32.
@@ -94,8 +130,11 @@ def token_scores(
         placed = {"position_ids": positions}
     else:
         raise ValueError("Give an attention mask, or the positions of packed rows.")
-    output = model.base_model(input_ids=input_ids, use_cache=False, **placed)
-    hidden = output.last_hidden_state[:, -num_tokens - 1 : -1]
+    if share_prompts and attention_mask is not None:
+        hidden = shared_prompt_states(model, input_ids, attention_mask, num_tokens)
+    else:
+        output = model.base_model(input_ids=input_ids, use_cache=False, **placed)
+        hidden = output.last_hidden_state[:, -num_tokens - 1 : -1]
     keep = response_mask.bool()
     any_token = keep.any()
     # With nothing to score, one position keeps every parameter in the graph, with gradient zero.
