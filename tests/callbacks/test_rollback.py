@@ -99,6 +99,8 @@ def test_at_most_three_times_then_stop(tiny_model, prompts_file, tmp_path):
     assert trainer.current_epoch == 5, "one good, three undone, one that stops"
     assert guard.num_rollbacks == 3
     assert all(torch.equal(w, record.seen[0][0]) for w, _ in record.seen[1:4])
+    went_back_to = [m.split("went back to ")[1].split(",")[0] for m in messages[:3]]
+    assert went_back_to == [f"iteration=0000{i}.ckpt" for i in (1, 2, 3)], "an older one may have been removed"
     assert "the run stops, as it was rolled back 3 times before" in messages[-1]
 
 
