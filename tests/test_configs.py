@@ -1,0 +1,74 @@
+"""Every file under configs/ parses; every algorithm's file trains as it is, at smaller sizes."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlalign.cli import main
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+BASE = CONFIGS / "base.yaml"
+ALGORITHMS = sorted(set(CONFIGS.glob("*.yaml")) - {BASE})
+STRATEGIES = sorted(CONFIGS.glob("strategies/*.yaml"))
+SMOLLM2 = sorted(CONFIGS.glob("smollm2/*.yaml"))
+SHORT = [
+    "--trainer.max_epochs=1",
+    "--trainer.check_val_every_n_epoch=1",
+    "--data.init_args.prompts_per_iteration=2",
+    "--data.init_args.step_size=null",
+    "--data.init_args.val_limit=4",
+]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(CONFIGS).with_suffix("").as_posix()
+
+
+def parse(capsys, *configs: Path) -> dict:
+    """The whole configuration of a run with these files."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", *(f"--config={path}" for path in configs), "--print_config"])
+    printed = capsys.readouterr()
+    assert exit_.value.code == 0, printed.err
+    return yaml.safe_load(printed.out[printed.out.index("seed_everything:") :])  # DeepSpeed's log comes before it
+
+
+def test_every_file_has_a_test():
+    known = {BASE, *ALGORITHMS, *STRATEGIES, *SMOLLM2, *CONFIGS.glob("sweeps/*.yaml")}
+    assert {name_of(path) for path in CONFIGS.rglob("*.y*ml")} == {name_of(path) for path in known}
+    assert {"grpo", "dapo"} <= {path.stem for path in ALGORITHMS}
+    assert STRATEGIES
+
+
+@pytest.mark.parametrize("path", [*ALGORITHMS, *SMOLLM2], ids=name_of)
+def test_a_file_parses_on_top_of_base(path, capsys):
+    given = yaml.safe_load(path.read_text())
+    config = parse(capsys, BASE, path)
+    assert config["model"]["class_path"].rsplit(".", 1)[-1] == given["model"]["class_path"].rsplit(".", 1)[-1]
+    assert config["trainer"]["gradient_clip_val"] == given.get("trainer", {}).get("gradient_clip_val", 1.0)
+
+
+@pytest.mark.parametrize("path", STRATEGIES, ids=name_of)
+def test_a_strategy_is_added_to_any_run(path, capsys):
+    given = yaml.safe_load(path.read_text())["trainer"]["strategy"]
+    strategy = parse(capsys, BASE, CONFIGS / "grpo.yaml", path)["trainer"]["strategy"]
+    assert strategy["class_path"] == given["class_path"]
+    assert given["init_args"].items() <= strategy["init_args"].items()
+
+
+@pytest.mark.parametrize("path", ALGORITHMS, ids=name_of)
+def test_an_algorithm_trains_as_it_is(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLALIGN_RUN", "")  # the command sets it: what is noted here is undone after the test
+    monkeypatch.delenv("RLALIGN_RUN")
+    assert main(["fit", f"--config={BASE}", f"--config={path}", "--run=short", *SHORT]) == 0
+    folder = tmp_path / "runs" / "short"
+    (row,) = csv.DictReader((folder / "metrics.csv").open())
+    assert 0 <= float(row["val/pass@1"]) <= 1
+    assert int(row["step"]) >= 1
+    names = {"config.yaml", "metrics.csv", "samples.jsonl", "curves.png", "checkpoints"}
+    assert names <= {file.name for file in folder.iterdir()}
+    assert (folder / "checkpoints" / "last.ckpt").exists()
