@@ -96,6 +96,7 @@ class Demonstrations:
         max_tokens: Longest demonstration, prompt included.
         system_prompt: Put before every conversation.
         rendering: See :func:`~rlalign.rollouts.template.render_demonstration`.
+        exclude: Demonstrations whose prompts these must not repeat (the held-out ones); such are dropped and counted.
 
     Raises:
         ValueError: If none is left.
@@ -109,6 +110,7 @@ class Demonstrations:
         max_tokens: int | None = None,
         system_prompt: str | None = None,
         rendering: Rendering = "auto",
+        exclude: "Demonstrations | None" = None,
     ) -> None:
         self.rows, self.columns, self.tokenizer = rows, columns, tokenizer
         self.system_prompt, self.rendering = system_prompt, rendering
@@ -116,13 +118,20 @@ class Demonstrations:
         self.dropped: Counter[str] = Counter()
         lengths: list[int] = []
         counts: list[int] = []
+        held_out = set() if exclude is None else exclude.prompts
+        self.prompts: set[tuple[int, ...]] = set()
+        """Token ids before the first of the assistant's, of every demonstration that is kept."""
         for index in range(len(rows)):
             ids, mask = self._render(index)
+            prompt = tuple(ids[: mask.index(True)])
             if not columns.response(rows[index]):
                 self.dropped["empty response"] += 1
             elif max_tokens is not None and len(ids) > max_tokens:
                 self.dropped[f"over {max_tokens} tokens"] += 1
+            elif prompt in held_out:
+                self.dropped["among the held-out ones"] += 1
             else:
+                self.prompts.add(prompt)
                 self.kept.append(index)
                 lengths.append(len(ids))
                 counts.append(sum(mask[1:]))
@@ -147,6 +156,7 @@ class DemonstrationDataModule(LightningDataModule):
 
     Args:
         train: Demonstrations: a JSONL or Parquet file, a folder or hub name of ``datasets``, or a source of prompts.
+            Where a source draws its rows, those that ``val`` has, too, are dropped and counted.
         val: Held-out demonstrations.
         num_held_out: Without ``val``, rows of ``train`` to hold out.
         columns: Where the data have other names: ``prompt``, ``response``, ``messages`` -> name of the column.
@@ -198,14 +208,15 @@ class DemonstrationDataModule(LightningDataModule):
         return tokenizer
 
     def _load(self, source: str | PromptSource, split: Any) -> Demonstrations:
-        rows = (parse_source(source) if isinstance(source, str) else source).rows(
-            split, self.num_held_out, self.seed or 0
-        )
+        source = parse_source(source) if isinstance(source, str) else source
+        rows = source.rows(split, self.num_held_out, self.seed or 0)
         if not len(rows):
             raise ValueError(f"{source} has no rows.")
         names = getattr(rows, "column_names", None) or list(rows[0])
         columns = recognise(names, self.columns, need=("prompt", "response"))
-        data = Demonstrations(rows, columns, self.tokenizer, self.max_tokens, self.system_prompt, self.rendering)
+        exclude = self.val_data if split == "train" and source.distinct else None
+        options = (self.max_tokens, self.system_prompt, self.rendering, exclude)
+        data = Demonstrations(rows, columns, self.tokenizer, *options)
         dropped = "".join(f"; dropped {count}: {why}" for why, count in data.dropped.items())
         rank_zero_info(f"{len(data)} {split} demonstrations of {source}: {columns.description}{dropped}")
         return data
