@@ -222,7 +222,12 @@ class Policy(nn.Module):
 
         Args:
             mesh: One dimension, that of the data-parallel ranks.
+
+        Raises:
+            ValueError: If prompts are shared: ranks would then gather the layers' weights unequally often, and hang.
         """
+        if self.config.share_prompts:
+            raise ValueError("policy.share_prompts does not go with sharded weights (FSDP2): leave it out.")
         mirror = copy.deepcopy(self.lm).requires_grad_(False)
         for parameter in mirror.parameters():
             parameter.data = parameter.data.new_empty(0)
