@@ -58,6 +58,9 @@ class ExitOnSigterm(Callback):
 class TrainerCLI(LightningCLI):
     """LightningCLI with a folder a run, in which the configuration decides and never a checkpoint's copy of it."""
 
+    writes = True
+    """Whether fit leaves something in the folder."""
+
     def __init__(self, args: Sequence[str]) -> None:
         options = {"allow_abbrev": False}
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -99,7 +102,7 @@ class TrainerCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Settle the folder and the checkpoint, before anything costs time."""
-        self.folder = choose_folder(self.options, starts_run=self.subcommand == "fit")
+        self.folder = choose_folder(self.options, starts_run=self.subcommand == "fit" and self.writes)
         if self.options.weights_only is None:
             self.options.weights_only = True  # a checkpoint of ours is tensors and plain values: nothing in it may run
         if self.options.ckpt_path is not None:
@@ -112,7 +115,9 @@ class TrainerCLI(LightningCLI):
         fits = self.subcommand == "fit"
         if fits and given.enable_checkpointing is not False and not has(callbacks, IterationCheckpoint):
             callbacks.append(IterationCheckpoint())
-        if given.enable_progress_bar is not False and not has(callbacks, IterationProgress):
+        if given.enable_progress_bar is False:
+            callbacks[:] = [c for c in callbacks if not isinstance(c, IterationProgress)]
+        elif not has(callbacks, IterationProgress):
             callbacks.append(IterationProgress())
         if fits:
             callbacks.append(ExitOnSigterm())
