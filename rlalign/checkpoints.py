@@ -29,7 +29,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint can be read to its end: the archive and its checksums, or a folder of shards with something in it."""
+    """Whether a checkpoint can be read to its end: an archive with right checksums, or a folder that is not empty."""
     if path.is_dir():
         return any(path.iterdir())
     try:
@@ -40,7 +40,7 @@ def is_whole(path: Path) -> bool:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The checkpoint to continue from: the one ``last.ckpt`` names, or, with a warning, the newest whole one before it."""
+    """The checkpoint to go on from: what ``last.ckpt`` names, or, with a warning, the newest whole one before it."""
     last = folder / LAST
     candidates = list_checkpoints(folder)
     named = folder / os.readlink(last) if last.is_symlink() else last

@@ -34,8 +34,8 @@ class RunLogger(Logger):
     """Writes ``metrics.csv``: a row an iteration, on the disk as soon as the iteration is over.
 
     What is logged within an iteration shares one row, until a metric comes that the row already has (a metric of every
-    step, say), which begins another. New metrics become new columns. A resumed run goes on where its checkpoint was: rows
-    of that iteration and later ones are cut off first.
+    step, say), which begins another. New metrics become new columns. A resumed run goes on where its checkpoint was:
+    rows of that iteration and later ones are cut off first.
 
     Args:
         folder: Where ``metrics.csv`` is.

@@ -1,7 +1,7 @@
 """Kill a run at random moments and resume it each time: ``python scripts/kill_resume.py --kills 10``.
 
-Trains the embedded model once without interruption, and once more with SIGKILL at moments drawn by a seed, going on with
-``--ckpt_path=last`` after each (from the start where there is no checkpoint yet). Closes with
+Trains the embedded model once without interruption, and once more with SIGKILL at moments drawn by a seed, going on
+with ``--ckpt_path=last`` after each (from the start where there is no checkpoint yet). Closes with
 ``kills N max_difference D``, D being the largest difference of any final weight; it must be 0.0.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = [sys.executable, "-c", "import sys; from rlalign.cli import main; sys.exit(main())", "fit"]
+COMMAND = [sys.executable, "-m", "rlalign.cli", "fit"]
 ADAPTIVE_KL = "trainer: {callbacks+: [{class_path: AdaptiveKL, init_args: {target: 0.05, start: 0.05}}]}\n"
 
 

@@ -1,7 +1,7 @@
 """Train with several seeds and say how good the result is: ``python scripts/seeds.py CONFIG... --seeds 5``.
 
-Prints held-out pass@1 before and after, and closes with ``seeds N min A mean B ci L U``: the 95% confidence interval of the
-mean by Student's t (a bootstrap over five seeds covers only 83%).
+Prints held-out pass@1 before and after, and closes with ``seeds N min A mean B ci L U``: the 95% confidence interval of
+the mean by Student's t (a bootstrap over five seeds covers only 83%).
 """
 
 import argparse

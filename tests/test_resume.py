@@ -160,7 +160,7 @@ def test_optimizer_steps_are_counted_once_kf81(tmp_path, tiny_model, prompts_fil
     assert len(whole["optimizer_states"]) == 1
 
 
-COMMAND = [sys.executable, "-c", "import sys; from rlalign.cli import main; sys.exit(main())", "fit"]
+COMMAND = [sys.executable, "-m", "rlalign.cli", "fit"]
 CONFIGS = [part for name in ("base", "grpo") for part in ("--config", str(ROOT / f"configs/{name}.yaml"))]
 SLOW_REWARD = """
 import os, signal

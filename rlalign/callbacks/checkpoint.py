@@ -12,8 +12,8 @@ from rlalign.checkpoints import checkpoint_name, iterations_of, link_last, list_
 class IterationCheckpoint(Checkpoint):
     """Saves everything that a run needs to go on, at the end of an iteration, and never a part of it.
 
-    ``iteration=00010.ckpt`` is the state after 10 iterations; ``last.ckpt`` is a link to the newest. A file has its final
-    name only once all of it is on the disk, so a kill at any moment leaves the one before.
+    ``iteration=00010.ckpt`` is the state after 10 iterations; ``last.ckpt`` is a link to the newest. A file has its
+    final name only once all of it is on the disk, so a kill at any moment leaves the one before.
 
     Inside an iteration nothing may be saved: on resuming, its rollouts would be sampled again, by a policy that has
     already learned from them. Trainer settings and other checkpoint callbacks that would do so are refused.
@@ -45,10 +45,10 @@ class IterationCheckpoint(Checkpoint):
         """Find the checkpoint that the run stands on, and clear away what a kill left half-written."""
         assert self.folder is not None
         steps = trainer.num_training_batches // trainer.accumulate_grad_batches
-        if trainer.max_steps > 0 and trainer.max_steps % max(int(steps), 1) and not trainer.fast_dev_run:
+        if trainer.max_steps > 0 and trainer.max_steps % max(int(steps), 1):
             raise ValueError(
-                f"trainer.max_steps={trainer.max_steps} ends inside an iteration of {steps:.0f} optimizer steps, where nothing "
-                "can be saved; use trainer.max_epochs, which counts iterations."
+                f"trainer.max_steps={trainer.max_steps} ends inside an iteration of {steps:.0f} optimizer steps, where "
+                "nothing can be saved; use trainer.max_epochs, which counts iterations."
             )
         behind = [p for p in list_checkpoints(self.folder) if (iterations_of(p) or 0) <= trainer.current_epoch]
         self.last_good_path = str(behind[-1]) if behind else None
@@ -86,8 +86,8 @@ class IterationCheckpoint(Checkpoint):
                 remove(temporary)
             if isinstance(error, OSError):
                 raise OSError(
-                    f"The checkpoint {target.name} could not be written: {error}. Free some space in {target.parent}, or point "
-                    f"--trainer.default_root_dir elsewhere, and continue from {self.last_good_path or 'the start'}."
+                    f"The checkpoint {target.name} could not be written: {error}. Make room in {target.parent} and "
+                    f"go on from {self.last_good_path or 'the start'}."
                 ) from error
             raise
         trainer.strategy.barrier("IterationCheckpoint")

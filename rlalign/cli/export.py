@@ -71,7 +71,7 @@ def export(checkpoint_path: Path, out: Path, adapter: bool = False) -> None:
     model = policy.lm
     if isinstance(model, PeftModel) and not adapter:
         model = model.merge_and_unload()
-    model.save_pretrained(out)
+    model.save_pretrained(str(out))
     AutoTokenizer.from_pretrained(locate_model(config.model)).save_pretrained(out)
 
 

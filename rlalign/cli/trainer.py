@@ -154,11 +154,12 @@ def choose_folder(options: Any, starts_run: bool) -> Path:
         ValueError: If there is no way to tell which run.
     """
     checkpoint = options.ckpt_path
+    is_launched = getattr(rank_zero_only, "rank", 0) != 0
     if options.trainer.default_root_dir is not None:
         raise ValueError("trainer.default_root_dir is the folder of the run; choose it by --run NAME.")
     if options.run is not None:
         folder = Path(options.run) if "/" in options.run else RUNS / options.run
-    elif rank_zero_only.rank != 0 and (inherited := os.environ.get(RUN_VARIABLE)):
+    elif is_launched and (inherited := os.environ.get(RUN_VARIABLE)):
         return Path(inherited)
     elif checkpoint is not None and checkpoint != "last" and Path(checkpoint).parent.name == CHECKPOINTS:
         folder = Path(checkpoint).parent.parent
@@ -172,7 +173,7 @@ def choose_folder(options: Any, starts_run: bool) -> Path:
     else:
         configs = [Path(str(path)).stem for path in options.config or []]
         folder = RUNS / f"{configs[-1] if configs else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
-    if starts_run and checkpoint is None and rank_zero_only.rank == 0 and is_used(folder):
+    if starts_run and checkpoint is None and not is_launched and is_used(folder):
         raise FileExistsError(f"{folder} holds a run: continue it with --ckpt_path=last, or choose another --run NAME.")
     os.environ[RUN_VARIABLE] = str(folder)
     return folder
@@ -192,8 +193,8 @@ def choose_checkpoint(wanted: str, folder: Path) -> Path | str:
             return found
     if not path.exists():
         raise FileNotFoundError(
-            f"--ckpt_path={wanted}: there is no checkpoint {path}. To start from the beginning, leave --ckpt_path out and use "
-            "a new --run NAME."
+            f"--ckpt_path={wanted}: there is no checkpoint {path}. To start from the beginning, leave --ckpt_path out "
+            "and use a new --run NAME."
         )
     if not is_whole(path):
         raise ValueError(f"--ckpt_path={wanted}: {path} is damaged; --ckpt_path=last takes the newest that is whole.")

@@ -91,8 +91,8 @@ def locate_model(name: str) -> str:
         return path
     if not (Path(path).expanduser() / "config.json").is_file():
         raise FileNotFoundError(
-            f"policy.model={name}: no config.json in that folder. Give a folder that save_pretrained wrote, a name on the "
-            "Hugging Face hub, or 'embedded'."
+            f"policy.model={name}: no config.json in that folder. Give a folder that save_pretrained wrote, a name on "
+            "the Hugging Face hub, or 'embedded'."
         )
     return str(Path(path).expanduser())
 

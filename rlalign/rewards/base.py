@@ -1,7 +1,6 @@
 """What a reward is: any callable of an example and a response."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 
@@ -41,5 +40,5 @@ class NamedReward(ABC):
     """Base of the rewards that a configuration may name without their path; any other callable is as good a reward."""
 
     @abstractmethod
-    def __call__(self, example: Mapping[str, Any], response: str) -> float | None:
+    def __call__(self, example: dict[str, Any], response: str) -> float | None:
         """Score one response."""
