@@ -86,7 +86,7 @@ class PolicyModule(LightningModule, ABC):
         if theirs and differing:
             model = checkpoint.get("hyper_parameters", {}).get("policy", {}).get("model", "an unknown one")
             raise ValueError(
-                f"The checkpoint is of another model or of another kind of run: it was trained from policy.model={model}; "
+                f"The checkpoint is of another model or another kind of run: it was trained from policy.model={model}; "
                 f"this run has {self.policy_config.model}. {len(differing)} tensors differ, {differing[0]} for one."
             )
 
