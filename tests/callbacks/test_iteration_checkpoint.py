@@ -167,7 +167,8 @@ def test_best_by_pass_at_1_next_to_it_kf95(tmp_path, tiny_model, prompts_file, h
         (lambda: OnExceptionCheckpoint("."), "OnExceptionCheckpoint"),
     ],
 )
-def test_saving_inside_an_iteration_is_refused(tmp_path, tiny_model, prompts_file, other, expected):
+def test_saving_inside_an_iteration_is_refused(tmp_path, tiny_model, prompts_file, other, expected, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # an OnExceptionCheckpoint saves on this very exception
     with pytest.raises(ValueError, match=expected):
         train(tmp_path, tiny_model, prompts_file, IterationCheckpoint(), other())
 
