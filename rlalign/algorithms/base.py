@@ -93,11 +93,13 @@ class PolicyModule(LightningModule, ABC):
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Note whether the whole optimizer step is without a token."""
+        """Note whether the whole optimizer step is without a token, and log its learning rate."""
         self._skip_update = batch.step_tokens == 0
         if (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
-            empty = float(self._skip_update)
-            self.log("train/empty_steps", empty, on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
+            of_rank = float(self._skip_update) / self.trainer.world_size
+            how: Any = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": 1}
+            self.log("train/empty_steps", of_rank, reduce_fx="sum", **how)
+            self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"], **how)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -119,7 +121,7 @@ class PolicyModule(LightningModule, ABC):
             self._log_grad_norm(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _log_grad_norm(self, norm: Tensor | float) -> None:
-        self.log("train/grad_norm", norm, on_step=False, on_epoch=True, batch_size=1)
+        self.log("train/grad_norm", norm, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
 
     def step_scale(self) -> float:
         """What the trainer and its strategy will divide a loss by: accumulation, and data-parallel ranks."""
@@ -246,9 +248,10 @@ class RolloutModule(PolicyModule, ABC):
     def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
         """Log what the rollouts were like, and how far the iteration took the policy."""
         if batch.statistics:
-            self.log_dict(batch.statistics, on_step=False, on_epoch=True, batch_size=1)
+            self.log_dict(batch.statistics, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
         if self._kl_probe is not None and batch_idx + 1 == self.trainer.num_training_batches:
-            self.log("train/kl_step", self.kl_step(self._kl_probe), on_step=False, on_epoch=True, batch_size=1)
+            kl = self.kl_step(self._kl_probe)
+            self.log("train/kl_step", kl, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
             self._kl_probe = None
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import yaml
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -33,7 +34,10 @@ class SaveConfig(SaveConfigCallback):
         """Write it."""
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / CONFIG, self.parser.dump(self.config, skip_none=False))
+        text = self.parser.dump(self.config, skip_none=False)
+        write_atomically(folder / CONFIG, text)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(yaml.safe_load(text))
 
 
 class ExitOnSigterm(Callback):
@@ -103,6 +107,9 @@ class TrainerCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Settle the folder and the checkpoint, before anything costs time."""
         self.folder = choose_folder(self.options, starts_run=self.subcommand == "fit" and self.writes)
+        for logger in logger_configs(self.options.trainer.logger):
+            if "save_dir" in logger.get("init_args", {}) and logger.init_args.save_dir in (None, "."):
+                logger.init_args.save_dir = str(self.folder)
         if self.options.weights_only is None:
             self.options.weights_only = True  # a checkpoint of ours is tensors and plain values: nothing in it may run
         if self.options.ckpt_path is not None:
@@ -141,6 +148,11 @@ class TrainerCLI(LightningCLI):
         write_predictions(self.folder / "predictions.jsonl", [r for batch in batches for r in batch])
 
 
+def logger_configs(given: Any) -> list[Any]:
+    """The loggers of a configuration that are given by class."""
+    return [each for each in (given if isinstance(given, list) else [given]) if hasattr(each, "class_path")]
+
+
 def has(objects: list[Any], kind: type) -> bool:
     """Whether one of the objects is of this kind."""
     return any(isinstance(each, kind) for each in objects)
@@ -172,7 +184,9 @@ def choose_folder(options: Any, starts_run: bool) -> Path:
         raise ValueError("Processes that were launched together need a name for their run: give --run NAME.")
     else:
         configs = [Path(str(path)).stem for path in options.config or []]
-        folder = RUNS / f"{configs[-1] if configs else 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
+        # Two runs may start within a second: agents of a sweep do, and theirs have names.
+        own = os.environ.get("WANDB_RUN_ID") or f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+        folder = RUNS / f"{configs[-1] if configs else 'run'}-{own}"
     if starts_run and checkpoint is None and not is_launched and is_used(folder):
         raise FileExistsError(f"{folder} holds a run: continue it with --ckpt_path=last, or choose another --run NAME.")
     os.environ[RUN_VARIABLE] = str(folder)

@@ -282,8 +282,8 @@ class RolloutDataModule(LightningDataModule):
             kept += refused[:missing]
         if all(rollout.reward is None for rollout in sampled):
             raise ValueError(
-                f"Rewards ({', '.join(self.rewards.rewards)}): none of the {len(sampled)} responses of iteration {iteration} got a "
-                "number, only None, NaN or infinity. Check the rewards with `rlalign check`."
+                f"Rewards ({', '.join(self.rewards.rewards)}): none of the {len(sampled)} responses of iteration "
+                f"{iteration} got a number, only None, NaN or infinity. Check the rewards with `rlalign check`."
             )
         self.last_rollouts = sampled
         rollouts = self._collate(kept[: wanted * size] or refused[:size])
