@@ -97,7 +97,8 @@ def test_a_run_of_the_agent_trains_and_is_recorded_offline(tmp_path, monkeypatch
     command = {"type": "run", "run_id": "run00001", "program": sweep["program"], "args": arguments}
     assert "exception" not in agent._process_command(command)
     assert agent._run_processes["run00001"].wait() == 0
-    run = read_offline_run(tmp_path)
+    run = read_offline_run(tmp_path / "runs" / "swept")
+    assert run["config"]["data"]["class_path"].endswith("RolloutDataModule"), "data and optimizer are recorded, too"
     assert 0 <= run["summary"]["val/pass@1"] <= 1
     assert {name: run["config"][name] for name in arguments} == {n: a["value"] for n, a in arguments.items()}
     saved = yaml.safe_load((tmp_path / "runs" / "swept" / "config.yaml").read_text())
