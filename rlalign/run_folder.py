@@ -12,12 +12,12 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.csv", "checkpoints"
+CONFIG, METRICS, SAMPLES, CHECKPOINTS = "config.yaml", "metrics.csv", "samples.jsonl", "checkpoints"
 
 
 def is_used(folder: Path) -> bool:
-    """Whether a run has been started in this folder."""
-    return any((folder / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS))
+    """Whether a run in this folder got as far as a result; a run that never began leaves only its configuration."""
+    return any((folder / name).exists() for name in (METRICS, SAMPLES, CHECKPOINTS))
 
 
 def write_atomically(path: Path, text: str) -> None:
