@@ -11,7 +11,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlalign.algorithms.schedules import WarmupSchedule
 from rlalign.functional.divergences import kl_k3
@@ -52,12 +52,27 @@ class PolicyModule(LightningModule, ABC):
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             locate_model(self.policy_config.model), trust_remote_code=self.policy_config.trust_remote_code
         )
+        config = AutoConfig.from_pretrained(
+            locate_model(self.policy_config.model), trust_remote_code=self.policy_config.trust_remote_code
+        ).get_text_config()
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        """Longest sequence that the model knows, prompt and response."""
         self.policy: Policy | None = None
         self.needs_reference = False
         self._skip_update = False
 
     def configure_model(self) -> None:
-        """Build the policy, once: every entry point of the trainer calls this again."""
+        """Build the policy, once: every entry point of the trainer calls this again.
+
+        Raises:
+            ValueError: If the trainer would turn the weights themselves into short floats.
+        """
+        if str(self.trainer.precision).endswith("16-true"):
+            raise ValueError(
+                f"trainer.precision={self.trainer.precision} trains 16-bit weights, which small updates do not "
+                "move, and "
+                "rounds log-probabilities: use bf16-mixed; to save memory, LoRA on policy.dtype=bfloat16."
+            )
         if self.policy is None:
             self.policy = Policy(self.policy_config, self.needs_reference, seed=run_seed(self.trainer))
             if self.device_mesh is not None:
@@ -77,13 +92,20 @@ class PolicyModule(LightningModule, ABC):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another model by a sentence, before it fails parameter by parameter.
 
+        One side may have a reference where the other has none: only training needs it.
+
         Raises:
             ValueError: If names or shapes of the parameters differ.
         """
-        theirs = {name: value.shape for name, value in checkpoint.get("state_dict", {}).items()}
-        ours = {name: value.shape for name, value in self.state_dict().items()}
-        differing = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
-        if theirs and differing:
+        theirs, ours = checkpoint.get("state_dict", {}), self.state_dict()
+        if not theirs:
+            return
+        for name in [n for n in theirs if ".reference." in n and n not in ours]:
+            del theirs[name]
+        theirs.update({n: value for n, value in ours.items() if ".reference." in n and n not in theirs})
+        shapes = [{name: value.shape for name, value in each.items()} for each in (theirs, ours)]
+        differing = sorted(n for n in theirs.keys() | ours.keys() if shapes[0].get(n) != shapes[1].get(n))
+        if differing:
             model = checkpoint.get("hyper_parameters", {}).get("policy", {}).get("model", "an unknown one")
             raise ValueError(
                 f"The checkpoint is of another model or another kind of run: it was trained from policy.model={model}; "
@@ -139,6 +161,8 @@ class PolicyModule(LightningModule, ABC):
 
     def log_mean(self, values: dict[str, Tensor], weight: int) -> None:
         """Log means of a minibatch of this weight; an iteration's value is the weighted mean over all, on all ranks."""
+        # The trainer averages weights over ranks in whole numbers: as multiples of the ranks they lose nothing.
+        weight *= self.trainer.world_size
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=weight)
 
 
@@ -186,11 +210,12 @@ class RolloutModule(PolicyModule, ABC):
         return torch.ones(len(rollouts) // group_size, dtype=torch.bool)
 
     def prepare(self, rollouts: RolloutBatch, group_size: int) -> RolloutBatch:
-        """Fill in the advantages; take from the loss what must not count."""
+        """Fill in the advantages, 0 for what only fills up the batch; take from the loss what must not count."""
         loss_mask = rollouts.loss_mask
         if self.overlong_filter:
             loss_mask = loss_mask & ~rollouts.truncated.unsqueeze(1)
-        return replace(rollouts, advantages=self.advantages(rollouts, group_size), loss_mask=loss_mask)
+        advantages = self.advantages(rollouts, group_size).masked_fill(~rollouts.kept.unsqueeze(1), 0.0)
+        return replace(rollouts, advantages=advantages, loss_mask=loss_mask)
 
     def annotate(self, rollouts: RolloutBatch, num_steps: int, minibatch_size: int) -> RolloutBatch:
         """Fill in old log-probabilities, if the policy moves within the iteration, and the reference's, if used."""
@@ -270,7 +295,9 @@ class RolloutModule(PolicyModule, ABC):
         return float(sums[0] / sums[1].clamp(min=1))
 
     def token_metrics(self, batch: RolloutBatch, **values: Tensor) -> None:
-        """Log means over the tokens that count, under ``train/``."""
+        """Log means over the tokens that count, under ``train/``; nothing for a step without any."""
+        if batch.step_tokens == 0:
+            return
         weight = int(batch.loss_mask.sum())
         self.log_mean(
             {f"train/{name}": masked_mean(value.detach(), batch.loss_mask) for name, value in values.items()}, weight

@@ -25,7 +25,8 @@ class DAPO(GRPO):
             same ``reward``.
         max_rounds: Most rounds of sampling that fill an iteration; 1 does not sample again.
         partial_batch: Where these are not enough: ``keep`` learns from the groups there are (the loss is their mean),
-            ``fill`` adds groups that were turned down, which add nothing to the loss but to its normaliser.
+            ``fill`` adds groups that were turned down, with advantage 0: they count in the normaliser (and in a KL or
+            entropy term, if there is one).
         kwargs: See :class:`GRPO`.
     """
 

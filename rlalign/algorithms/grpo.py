@@ -1,15 +1,17 @@
 """Group Relative Policy Optimization."""
 
+import math
 from typing import Any, Literal
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rlalign.algorithms.base import RolloutModule
 from rlalign.functional.advantages import group_advantages
 from rlalign.functional.divergences import kl_k1, kl_k2, kl_k3
 from rlalign.functional.policy_losses import clip_fractions, clipped_surrogate, truncated_importance_weights
-from rlalign.functional.reductions import Reduction
+from rlalign.functional.reductions import Reduction, masked_mean, reduce_loss
 from rlalign.rollouts.batch import RolloutBatch
 
 KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
@@ -53,7 +55,33 @@ class GRPO(RolloutModule):
         self.scale_rewards, self.baseline = scale_rewards, baseline
         self.kl_coef, self.entropy_coef = kl_coef, entropy_coef  # callbacks move these
         self.kl_to, self.kl_estimator = kl_to, KL_ESTIMATORS[kl_estimator]
+        if not (kl_coef >= 0 and math.isfinite(kl_coef) and math.isfinite(entropy_coef)):
+            raise ValueError(f"Expected kl_coef >= 0 and a finite entropy_coef, got {kl_coef} and {entropy_coef}.")
+        self._check_options()
         self.needs_reference = kl_coef > 0 and kl_to == "reference"
+
+    def _check_options(self) -> None:
+        """Compute a made-up loss, so that an option out of bounds is told before anything is sampled."""
+        one = torch.ones(2, 1)
+        group_advantages(one[:, 0], 2, scale=self.scale_rewards, baseline=self.baseline)
+        clipped_surrogate(one, one, one, one.bool(), self.clip_low, self.clip_high, self.dual_clip)
+        if self.importance_cap is not None:
+            truncated_importance_weights(one, one, one.bool(), self.importance_cap)
+        reduce_loss(one, one.bool(), self.reduction, 1.0, 1 if self.reduction == "constant" else None)
+
+    def on_fit_start(self) -> None:
+        """Check what depends on the data module.
+
+        Raises:
+            ValueError: If a group has one response, which has nothing to be compared with.
+        """
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if data.group_size < 2:
+            raise ValueError("data.group_size=1 gives every response the advantage 0: it must be at least 2.")
+        if self.kl_coef and self.kl_to == "old" and data.plan.num_steps == 1:
+            rank_zero_warn(
+                "kl_to=old does nothing with one step an iteration: the policy is the old one. Lower step_size."
+            )
 
     def advantages(self, rollouts: RolloutBatch, group_size: int) -> Tensor:
         """Rewards against those of the group, ``[B, 1]``."""
@@ -86,5 +114,8 @@ class GRPO(RolloutModule):
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy
         self.token_metrics(batch, loss=loss, **metrics)
-        self.log_mean({"train/advantage_abs": batch.advantages.abs().mean()}, len(batch))
+        if batch.step_tokens:
+            rows = mask.any(-1)
+            size = masked_mean(batch.advantages.abs(), rows.unsqueeze(1))
+            self.log_mean({"train/advantage_abs": size}, int(rows.sum()))
         return self.reduce(torch.where(mask, loss, 0.0), batch)

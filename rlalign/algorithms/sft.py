@@ -37,6 +37,4 @@ class SFT(PolicyModule):
     def validation_step(self, batch: DemonstrationBatch, batch_idx: int) -> None:
         """Log the loss of held-out demonstrations, a mean over all their tokens."""
         scores, mask = self.score(batch)
-        self.log(
-            "val/loss", masked_mean(-scores.logprobs, mask), on_epoch=True, sync_dist=True, batch_size=int(mask.sum())
-        )
+        self.log_mean({"val/loss": masked_mean(-scores.logprobs, mask)}, int(mask.sum()))

@@ -37,6 +37,8 @@ class RolloutBatch:
     """False where a reward could not be computed: the row takes no part in statistics or loss, ``[B]``."""
     correct: Tensor
     """True where the reward that tells right from wrong says right, ``[B]``."""
+    kept: Tensor
+    """False on the rows of groups that were turned down and only fill up the iteration, ``[B]``."""
     components: dict[str, Tensor] = field(default_factory=dict)
     """Each reward by name before weighting, ``[B]``, NaN where it was not computed."""
     sampler_logprobs: Tensor | None = None
@@ -116,6 +118,8 @@ class Rollout:
     """``[t]``, float32, under the sampler."""
     truncated: bool
     text: str
+    prefill: str
+    """What the prompt had already put into the mouth of the assistant."""
     reward: float | None
     """Weighted sum; ``None`` where a reward could not be computed."""
     correct: bool
@@ -156,6 +160,7 @@ def collate(rollouts: Sequence[Rollout], pad_id: int, temperature: float) -> Rol
         rewards=torch.tensor([r.reward or 0.0 for r in rollouts], dtype=torch.float32),
         valid=valid,
         correct=torch.tensor([r.correct for r in rollouts]),
+        kept=torch.ones(len(rollouts), dtype=torch.bool),
         components={
             name: torch.tensor(
                 [float("nan") if (v := r.components[name]) is None else v for r in rollouts], dtype=torch.float32

@@ -33,6 +33,8 @@ class Learner(Protocol):
 
     policy: Policy | None
     tokenizer: PreTrainedTokenizerBase
+    max_positions: int | None
+    """Longest sequence that the model knows."""
     max_rounds: int
     """Most times that prompts are sampled to fill one iteration."""
     partial_batch: Literal["keep", "fill"]
@@ -61,7 +63,7 @@ class RolloutDataModule(LightningDataModule):
         reward_weights: By name; 1 where not given.
         correct: Name of the reward that tells right from wrong (right: at least 0.5); the first one by default.
         sampling: How responses are drawn; ``max_new_tokens`` bounds them.
-        val_sampling: The same in validation; as in training by default.
+        val_sampling: What is different in validation, ``{temperature: 0.6}``, say.
         sampler: What draws them.
         prompts_per_iteration: Prompts an iteration, over all ranks.
         group_size: Responses a prompt.
@@ -88,7 +90,7 @@ class RolloutDataModule(LightningDataModule):
         reward_weights: dict[str, float] | None = None,
         correct: str | None = None,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (never changed)
-        val_sampling: SamplingParams | None = None,
+        val_sampling: dict[str, Any] | None = None,
         sampler: Sampler | None = None,
         prompts_per_iteration: int = 32,
         group_size: int = 8,
@@ -106,16 +108,29 @@ class RolloutDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        if group_size < 1 or prompts_per_iteration < 1:
+        sizes = {
+            "prompts_per_iteration": prompts_per_iteration,
+            "group_size": group_size,
+            "step_size": step_size,
+            "minibatch_size": minibatch_size,
+            "num_passes": num_passes,
+            "val_samples": val_samples,
+            "val_batch_size": val_batch_size,
+            "val_limit": val_limit,
+            "max_prompt_tokens": max_prompt_tokens,
+        }
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ValueError(f"data.{name} must be at least 1, got {size}.")
+        if num_held_out < 0 or (num_held_out and val is not None):
             raise ValueError(
-                "group_size and prompts_per_iteration must be at least 1, got "
-                f"{group_size} and {prompts_per_iteration}."
+                f"data.num_held_out={num_held_out} takes rows of data.train: give it or data.val, not both."
             )
         self.train_source, self.val_source = train, train if val is None and num_held_out else val
-        self.num_held_out = num_held_out if val is None else 0
+        self.num_held_out = num_held_out
         self.rendering: Rendering = rendering
         self.rewards = RewardSuite(rewards, reward_weights, correct)
-        self.sampling, self.val_sampling = sampling, val_sampling or sampling
+        self.sampling, self.val_sampling = sampling, sampling.changed(val_sampling or {})
         self.sampler: Sampler = sampler or LocalSampler()
         self.prompts_per_iteration, self.group_size = prompts_per_iteration, group_size
         self.step_size = step_size or prompts_per_iteration * group_size
@@ -150,7 +165,7 @@ class RolloutDataModule(LightningDataModule):
             self.learner.tokenizer,
             split=split,
             columns=self.columns,
-            max_prompt_tokens=self.max_prompt_tokens,
+            max_prompt_tokens=self._longest_prompt(split),
             system_prompt=self.system_prompt,
             rendering=self.rendering,
             limit=self.val_limit if split == "val" else None,
@@ -161,6 +176,19 @@ class RolloutDataModule(LightningDataModule):
         self.rewards.check_columns(prompts.column_names)
         return prompts
 
+    def _longest_prompt(self, split: Literal["train", "val"]) -> int | None:
+        """Tokens of a prompt that leave room for a response; longer prompts are dropped and counted."""
+        if self.learner.max_positions is None:
+            return self.max_prompt_tokens
+        params = self.sampling if split == "train" else self.val_sampling
+        room = self.learner.max_positions - params.max_new_tokens
+        if room < 1 or room < (self.max_prompt_tokens or 0):
+            raise ValueError(
+                f"data.max_prompt_tokens={self.max_prompt_tokens} and max_new_tokens={params.max_new_tokens} are more "
+                f"than the {self.learner.max_positions} positions of the model."
+            )
+        return self.max_prompt_tokens or room
+
     def setup(self, stage: str) -> None:
         """Load the prompts that the stage needs."""
         if self.seed is None:
@@ -168,8 +196,9 @@ class RolloutDataModule(LightningDataModule):
         self.sampler.setup(self.learner.tokenizer)
         if self.val_prompts is None:
             self.val_prompts = self.load("val")
+        stage = getattr(stage, "value", stage)
         if stage != "fit" and self.val_prompts is None:
-            raise ValueError(f"{stage} needs held-out prompts: give data.val or data.num_held_out.")
+            raise ValueError(f"Nothing to {stage}: give held-out prompts by data.val or data.num_held_out.")
         if stage == "fit" and self.train_prompts is None:
             self.train_prompts = self.load("train")
             available = len(self.train_prompts or ())
@@ -231,6 +260,7 @@ class RolloutDataModule(LightningDataModule):
                 logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
                 truncated=response.truncated,
                 text=str(response),
+                prefill=response.prefill,
                 reward=scores.total[i],
                 correct=scores.correct[i],
                 components={name: values[i] for name, values in scores.components.items()},
@@ -279,7 +309,7 @@ class RolloutDataModule(LightningDataModule):
             rounds += 1
         num_kept, missing = len(kept), wanted * size - len(kept)
         if missing > 0 and learner.partial_batch == "fill":
-            kept += refused[:missing]
+            kept = kept + refused[:missing]
         if all(rollout.reward is None for rollout in sampled):
             raise ValueError(
                 f"Rewards ({', '.join(self.rewards.rewards)}): none of the {len(sampled)} responses of iteration "
@@ -287,6 +317,7 @@ class RolloutDataModule(LightningDataModule):
             )
         self.last_rollouts = sampled
         rollouts = self._collate(kept[: wanted * size] or refused[:size])
+        rollouts.kept[num_kept:] = False
         if not kept:  # nothing to learn from: an iteration of empty steps
             rollouts.loss_mask = torch.zeros_like(rollouts.loss_mask)
         rollouts.statistics = {

@@ -20,7 +20,7 @@ def data_parallel(trainer: Trainer) -> tuple[int, int]:
 
 def run_seed(trainer: Trainer | None) -> int:
     """The seed of the run (``seed_everything``); arbitrary if nothing was seeded, but that of rank 0 on all ranks."""
-    seed = torch.initial_seed() % 2**31
+    seed = torch.initial_seed() % 2**63
     return seed if trainer is None else int(trainer.strategy.broadcast(seed))
 
 

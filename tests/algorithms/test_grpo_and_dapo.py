@@ -3,8 +3,8 @@ import inspect
 
 import pytest
 import torch
+from distributed import run_distributed
 from lightning import Callback
-from runs import fit, length_reward, make_run, sgd, weights
 
 from rlalign.algorithms.dapo import DAPO
 from rlalign.algorithms.grpo import GRPO
@@ -12,6 +12,7 @@ from rlalign.algorithms.schedules import WarmupSchedule
 from rlalign.functional.divergences import kl_k3
 from rlalign.models.policy import Policy, PolicyConfig
 from rlalign.rollouts.sampling.base import SamplingParams
+from runs import fit, length_reward, make_run, sgd, weights
 
 
 @pytest.fixture
@@ -411,3 +412,144 @@ def test_a_resumed_run_keeps_its_seed(tiny_model, prompts_file, tmp_path):
     assert torch.equal(weights(module), weights(whole))
     assert [r.text for r in data.last_rollouts] == [r.text for r in other.last_rollouts]
     assert not torch.equal(weights(module), weights(straight))
+
+
+def test_an_iteration_without_tokens_logs_no_means_of_nothing(tiny_model, prompts_file):
+    """Not NaN, on which controllers would act."""
+    _, _, trainer = fit(tiny_model, prompts_file, overlong_filter=True, sampling=SamplingParams(1, top_k=0))
+    truncated = float(trainer.callback_metrics["rollout/truncated_share"])
+    assert truncated > 0.5
+    _, _, trainer = fit(tiny_model, prompts_file, DAPO, rewards={"no": lambda e, r: 0.0}, max_rounds=1)
+    assert not any(torch.isnan(v) for v in trainer.callback_metrics.values())
+    assert "train/entropy" not in trainer.callback_metrics
+
+
+def test_means_over_ranks_are_exact(tiny_model, prompts_file):
+    """Weights that do not divide by the ranks: 3 and 2 values are a mean over 5."""
+    for value in run_distributed(mean_on_rank, tiny_model, prompts_file):
+        assert value == pytest.approx((3 * 1.0 + 2 * 11.0) / 5, abs=1e-6)
+
+
+def mean_on_rank(rank: int, model: str, prompts: str) -> float:
+    class Logs(GRPO):
+        def training_step(self, batch, batch_idx):
+            self.log_mean({"train/x": torch.tensor([1.0, 11.0][rank])}, [3, 2][rank])
+            return super().training_step(batch, batch_idx)
+
+    _, _, trainer = fit(model, prompts, Logs, {"devices": 2, "strategy": "ddp"})
+    return float(trainer.callback_metrics["train/x"])
+
+
+def test_groups_that_fill_up_have_no_advantage(tiny_model, prompts_file, start):
+    """Even where their rewards differ: they were turned down for being all wrong."""
+    settings = {"rewards": {"wrong": lambda e, r: 0.0, "length": length_reward}, "correct": "wrong", "max_rounds": 1}
+    module, _, trainer = fit(tiny_model, prompts_file, DAPO, partial_batch="fill", **settings)
+    assert float(trainer.callback_metrics["rollout/kept_share"]) == 0
+    assert float(trainer.callback_metrics["train/grad_norm"]) == 0
+    assert torch.equal(weights(module), start)
+
+
+def test_16_bit_weights_are_refused(tiny_model, prompts_file):
+    with pytest.raises(ValueError, match="bf16-mixed"):
+        fit(tiny_model, prompts_file, trainer={"precision": "bf16-true"})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"kl_coef": -0.1}, "kl_coef"),
+        ({"kl_coef": float("nan")}, "kl_coef"),
+        ({"entropy_coef": float("nan")}, "entropy_coef"),
+        ({"clip_low": 1.5}, "clip_low"),
+        ({"dual_clip": 0.5}, "dual_clip"),
+        ({"importance_cap": 0.0}, "cap"),
+        ({"scale_rewards": "range"}, "scale"),
+        ({"baseline": "median"}, "baseline"),
+        ({"reduction": "batch"}, "reduction"),
+    ],
+    ids=str,
+)
+def test_options_out_of_bounds_are_told_at_once(tiny_model, option, message):
+    with pytest.raises(ValueError, match=message):
+        GRPO(policy=PolicyConfig(tiny_model), **option)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"group_size": 0},
+        {"step_size": 0},
+        {"minibatch_size": 0},
+        {"num_passes": 0},
+        {"val_samples": 0},
+        {"val_batch_size": 0},
+        {"val_limit": -1},
+        {"max_prompt_tokens": 0},
+        {"num_held_out": -1},
+        {"num_held_out": 2, "val": "x.jsonl"},
+    ],
+    ids=str,
+)
+def test_sizes_out_of_bounds_are_told_at_once(tiny_model, prompts_file, option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        make_run(tiny_model, prompts_file, **option)
+
+
+def test_a_group_of_one_is_refused_before_sampling_kf9(tiny_model, prompts_file):
+    with pytest.raises(ValueError, match="group_size=1"):
+        fit(tiny_model, prompts_file, group_size=1)
+
+
+def test_a_term_that_does_nothing_is_told(tiny_model, prompts_file):
+    with pytest.warns(UserWarning, match="kl_to=old does nothing"):
+        fit(tiny_model, prompts_file, kl_coef=0.1, kl_to="old")
+
+
+def test_prompts_leave_room_for_a_response(make_model, tmp_path):
+    """GPT-2 has a table of 128 positions: what would run over it is dropped and counted, or refused."""
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(f'{{"prompt": "{"a" * n}"}}\n' for n in (5, 117, 118, 119, 130)))
+    settings = {"prompts_per_iteration": 3, "sampling": SamplingParams(10)}
+    _, data, _ = fit(make_model("gpt2"), str(path), **settings)
+    assert len(data.train_prompts) == 3
+    assert sum(data.train_prompts.dropped.values()) == 2
+    with pytest.raises(ValueError, match="128 positions"):
+        fit(make_model("gpt2"), str(path), max_prompt_tokens=119, **settings)
+    with pytest.raises(ValueError, match="128 positions"):
+        fit(make_model("gpt2"), str(path), prompts_per_iteration=3, sampling=SamplingParams(128))
+
+
+def test_validation_may_sample_differently(tiny_model, prompts_file):
+    module, data, trainer = make_run(
+        tiny_model, prompts_file, val=prompts_file, val_samples=3, val_sampling={"temperature": 0.0}
+    )
+    trainer.validate(module, data, verbose=False)
+    assert data.val_sampling == SamplingParams(10, temperature=0.0), "the rest is as in training"
+    assert len({tuple(r.token_ids.tolist()) for r in data.sample_held_out([0])}) == 1
+    with pytest.raises(ValueError, match="no sampling parameter 'temprature': they are max_new_tokens"):
+        make_run(tiny_model, prompts_file, val_sampling={"temprature": 0.0})
+
+
+def test_seeds_far_apart_are_different_seeds(tiny_model, prompts_file):
+    from rlalign.rollouts.ranks import run_seed
+
+    found = set()
+    for seed in (5, 5 + 2**31, 5 + 2**33):
+        torch.manual_seed(seed)
+        found.add(run_seed(None))
+    assert len(found) == 3
+
+
+def test_a_checkpoint_with_a_reference_serves_a_run_without_and_vice_versa(tiny_model, prompts_file, tmp_path):
+    held_out = tmp_path / "val.jsonl"
+    held_out.write_text('{"prompt": "what?", "answer": "7"}\n')
+    for kl_coef in (0.1, 0.0):
+        module, _, trainer = fit(tiny_model, prompts_file, kl_coef=kl_coef)
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+        other, data, trainer = make_run(tiny_model, prompts_file, kl_coef=0.1 - kl_coef, val=str(held_out))
+        trainer.validate(other, data, ckpt_path=tmp_path / "one.ckpt", verbose=False)
+        assert torch.equal(weights(module), weights(other))
+        if other.policy.reference is not None:
+            start = Policy(PolicyConfig(tiny_model))
+            for a, b in zip(other.policy.reference.parameters(), start.lm.parameters(), strict=True):
+                assert torch.equal(a, b)

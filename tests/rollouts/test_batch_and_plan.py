@@ -14,6 +14,7 @@ def rollout(prompt: list[int], response: list[int], reward: float | None = 1.0, 
         "sample_index": 0,
         "truncated": False,
         "text": "",
+        "prefill": "",
         "correct": bool(reward),
         "components": {"correct": reward},
     } | kwargs

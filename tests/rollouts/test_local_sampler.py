@@ -195,3 +195,15 @@ def test_diverged_weights_are_an_error_not_a_token(tiny_model):
 def test_bad_parameters_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+def test_a_stop_string_may_be_a_special_token(tiny_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["a"]})
+    tokenizer.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    sampler, _ = make_sampler(str(tmp_path))
+    drawn = sampler.sample(requests(sampler, 16), SamplingParams(24, stop=["a"]))
+    (letter,) = tokenizer("a", add_special_tokens=False)["input_ids"]
+    assert any(c.finish_reason == "stop" for c in drawn)
+    assert all((letter in c.token_ids) == (c.finish_reason == "stop") for c in drawn)

@@ -1,7 +1,7 @@
 """What a sampler takes and gives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -37,6 +37,18 @@ class SamplingParams:
             raise ValueError(f"min_p must be in [0, 1), got {self.min_p}.")
         if any(not s for s in self.stop):
             raise ValueError("stop strings must not be empty.")
+
+    def changed(self, changes: dict[str, Any]) -> "SamplingParams":
+        """A copy with some of them changed.
+
+        Raises:
+            ValueError: If a name is unknown; the message has the known ones.
+        """
+        known = [f.name for f in fields(self)]
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"There is no sampling parameter '{name}': they are {', '.join(known)}.")
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)

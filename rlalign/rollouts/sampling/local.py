@@ -11,7 +11,7 @@ from rlalign.functional.draws import draw_token, hashed_uniform
 from rlalign.models.policy import Policy
 from rlalign.models.scoring import adjust_logits, at_least_float32, cache_argument, position_ids
 from rlalign.rollouts.sampling.base import Completion, FinishReason, SampleRequest, SamplingParams
-from rlalign.rollouts.template import end_token_ids
+from rlalign.rollouts.template import end_token_ids, special_strings
 
 
 def keep_likely(probs: Tensor, params: SamplingParams) -> Tensor:
@@ -191,5 +191,7 @@ class LocalSampler:
         """Rows whose newest token completes a stop string, ``[R]``."""
         window = max(map(len, stop)) + 8  # a token is at least a character, but for pieces of one
         recent = tokens[live, max(0, step + 1 - window) : step + 1]
-        texts = self.tokenizer.batch_decode(recent, skip_special_tokens=True)
-        return torch.tensor([any(s in text for s in stop) for text in texts], device=tokens.device)
+        texts = self.tokenizer.batch_decode(recent, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        found = torch.tensor([any(s in text for s in stop) for text in texts], device=tokens.device)
+        special = [i for text, i in special_strings(self.tokenizer).items() if text in stop]
+        return found | torch.isin(recent[:, -1], torch.tensor(special, dtype=torch.long, device=tokens.device))
