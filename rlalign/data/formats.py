@@ -40,20 +40,32 @@ class Columns:
         return field in self.mapping or (field in ("prompt", "response", "answer") and "messages" in self.mapping)
 
     def prompt(self, row: Mapping[str, Any]) -> Text:
-        """The prompt of a row: text, or messages without a last turn of the assistant's; ``null`` is empty."""
+        """The prompt of a row: text, or messages without a last turn of the assistant's; ``null`` is empty.
+
+        Raises:
+            ValueError: If the column holds something else, a number, say.
+        """
         if "prompt" not in self.mapping:
-            return _before_reply(lookup(row, self.mapping["messages"]) or [])
-        prompt = lookup(row, self.mapping["prompt"])
-        if prompt is None:
-            return ""
+            return _before_reply(self._messages(row))
+        prompt = self._text(row, "prompt")
         extra = lookup(row, self.mapping["input"]) if "input" in self.mapping else None
-        return f"{prompt}\n\n{extra}" if extra else prompt
+        if not extra:
+            return prompt
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f"Column '{self.mapping['input']}' can be added to a prompt that is text, not to messages."
+            )
+        return f"{prompt}\n\n{extra}"
 
     def response(self, row: Mapping[str, Any]) -> Text:
-        """The demonstrated response of a row: text or messages; ``null`` is empty."""
+        """The demonstrated response of a row: text or messages; ``null`` is empty.
+
+        Raises:
+            ValueError: If the column holds something else, a number, say.
+        """
         if "response" in self.mapping:
-            return lookup(row, self.mapping["response"]) or ""
-        messages = lookup(row, self.mapping["messages"]) or []
+            return self._text(row, "response")
+        messages = self._messages(row)
         return messages[len(_before_reply(messages)) :]
 
     def answer(self, row: Mapping[str, Any]) -> Any:
@@ -63,7 +75,47 @@ class Columns:
         if "messages" not in self.mapping:
             return None
         reply = self.response(row)
-        return reply[-1]["content"] if reply and not isinstance(reply, str) else None
+        return reply[-1].get("content") if reply and not isinstance(reply, str) else None
+
+    def _messages(self, row: Mapping[str, Any]) -> list[Message]:
+        found = self._text(row, "messages") or []
+        if isinstance(found, str):
+            raise ValueError(
+                f"Column '{self.mapping['messages']}' must hold a list of messages, not the text {found[:50]!r}."
+            )
+        return found
+
+    def _text(self, row: Mapping[str, Any], field: str) -> Text:
+        """What is in the column of a field, if it is text or messages."""
+        found = lookup(row, self.mapping[field])
+        if found is None:
+            return ""
+        if isinstance(found, str) or (isinstance(found, list | tuple) and all(isinstance(m, Mapping) for m in found)):
+            return found if isinstance(found, str) else list(found)
+        raise ValueError(
+            f"Column '{self.mapping[field]}' must hold text or a list of messages with role and content, not {found!r}."
+        )
+
+
+def field_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of a table, and the nested ones by dotted names (``reward_model.ground_truth``).
+
+    Args:
+        rows: At least one row; a table of ``datasets`` or :class:`~rlalign.data.files.FileRows` knows all its columns,
+            of others the first row shows them.
+    """
+    first, features = rows[0], getattr(rows, "features", None) or {}
+    nested = {**first, **{name: inner for name, inner in features.items() if isinstance(inner, Mapping)}}
+    return [*nested, *_nested_names(nested)]
+
+
+def _nested_names(columns: Mapping[str, Any], above: str = "") -> list[str]:
+    names = []
+    for name, inner in columns.items():
+        if isinstance(inner, Mapping):
+            names += [f"{above}{name}.{key}" for key in inner]
+            names += _nested_names(inner, f"{above}{name}.")
+    return list(dict.fromkeys(names))
 
 
 def recognise(
@@ -75,7 +127,7 @@ def recognise(
     """Find the columns of the fields that are needed.
 
     Args:
-        column_names: Columns of the data.
+        column_names: Columns of the data, the nested ones included, as :func:`field_names` gives them.
         overrides: Field -> column, where the recognised one is not the right one; a dot enters a nested column.
         need: Fields that must be found, of ``prompt``, ``answer``, ``response``, ``messages``.
         want: Fields that are looked for and may be absent.
@@ -88,15 +140,16 @@ def recognise(
             not exist. The message names the columns that are there.
     """
     overrides, need, want = dict(overrides or {}), tuple(need), tuple(want)
-    present = f"the columns are {', '.join(column_names) or 'none'}"
+    top = [name for name in column_names if not any(name.startswith(f"{other}.") for other in column_names)]
+    present = f"the columns are {', '.join(top) or 'none'}"
     for field, column in overrides.items():
         if field not in _CANDIDATES:
             raise ValueError(f"columns: there is no field '{field}'{_nearest(field, _CANDIDATES)}.")
-        if not _exists(column, column_names):
+        if not _may_exist(column, column_names):
             raise ValueError(f"columns: no column '{column}' for '{field}'{_nearest(column, column_names)}; {present}.")
     mapping = dict(overrides)
     for field in (*need, *want):
-        found = next((c for c in _CANDIDATES[field] if _exists(c, column_names)), None)
+        found = next((c for c in _CANDIDATES[field] if c in column_names), None)
         if field not in mapping and found is not None:
             mapping[field] = found
     if mapping.get("prompt") == "instruction" and "input" not in mapping and "input" in column_names:
@@ -116,24 +169,32 @@ def recognise(
 
 
 def lookup(row: Mapping[str, Any], column: str) -> Any:
-    """The value of a column, or of a nested one by a dotted name.
+    """The value of a column, or of a nested one by a dotted name; ``None`` where what it is nested in lacks it.
 
     Raises:
-        ValueError: If the row lacks it; the message names what is there.
+        ValueError: If the row has no such column, or one with nothing nested in it; the message says what there is.
     """
     if column in row:
         return row[column]
-    value: Any = row
-    for part in column.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            there = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
-            raise ValueError(f"No column '{column}': '{part}' is not among {there}.")
-        value = value[part]
+    first, *parts = column.split(".")
+    if first not in row or not parts:
+        raise ValueError(f"No column '{column}': '{first}' is not among {', '.join(map(str, row))}.")
+    value = row[first]
+    for part in parts:
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise ValueError(f"No column '{column}': '{part}' is looked for in {value!r}, which has no columns.")
+        value = value.get(part)
     return value
 
 
-def _exists(column: str, column_names: Sequence[str]) -> bool:
-    return column in column_names or column.split(".")[0] in column_names
+def _may_exist(column: str, column_names: Sequence[str]) -> bool:
+    """Whether there is such a column, or one of whose nested ones nothing is known."""
+    first = column.split(".")[0]
+    return column in column_names or (
+        first in column_names and not any(name.startswith(f"{first}.") for name in column_names)
+    )
 
 
 def _before_reply(messages: Sequence[Message]) -> list[Message]:

@@ -7,9 +7,10 @@ import torch
 from torchmetrics import MetricCollection
 
 from rlalign.metrics.responses import MajorityAtK, MeanLength, PassAtK, TruncationRate, UnscoredRate
+from rlalign.rewards.base import Response
 from rlalign.rollouts.batch import Rollout
 
-ReadAnswers = Callable[[Sequence[str]], Sequence[str | None]]
+ReadAnswers = Callable[[Sequence[Response]], Sequence[str | None]]
 
 
 class ValidationMetrics(MetricCollection):
@@ -17,7 +18,8 @@ class ValidationMetrics(MetricCollection):
 
     Args:
         num_samples: Responses to each prompt, ``n``.
-        read_answers: What responses answer, for the majority's vote; by default all of their text.
+        read_answers: What responses answer, for the majority's vote; by default all of their text. The responses know
+            their prefill.
     """
 
     def __init__(self, num_samples: int, read_answers: ReadAnswers | None = None) -> None:
@@ -46,7 +48,7 @@ class ValidationMetrics(MetricCollection):
             lengths=torch.tensor([len(r.token_ids) for r in rollouts], device=device),
             truncated=torch.tensor([r.truncated for r in rollouts], device=device),
             unscored=torch.tensor([r.reward is None for r in rollouts], device=device),
-            answers=self.read_answers([r.text for r in rollouts]),
+            answers=self.read_answers([Response(r.text, len(r.token_ids), r.truncated, r.prefill) for r in rollouts]),
         )
 
 

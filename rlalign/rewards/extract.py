@@ -1,7 +1,9 @@
 """What a response answers, and what the right answer is."""
 
+import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -39,8 +41,11 @@ def final_answer(response: str) -> str:
 def gold_text(example: Mapping[str, Any], key: str) -> str | None:
     """The right answer of an example as text: what follows the last ``####``, if there is one (GSM8K).
 
+    A floating-point number is written as briefly as its digits allow, without exponent: 5.0 is ``5``, 1e17 is
+    ``100000000000000000``.
+
     Returns:
-        ``None`` where the example has an empty answer: nothing can be compared with it.
+        ``None`` where the example has an empty answer (``null``, NaN, only space): nothing can be compared with it.
 
     Raises:
         ValueError: If the example has no such column.
@@ -48,6 +53,10 @@ def gold_text(example: Mapping[str, Any], key: str) -> str | None:
     if key not in example:
         raise ValueError(f"The example has no column '{key}'; it has {', '.join(example)}.")
     value = example[key]
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return format(Decimal(repr(float(value))), "f").removesuffix(".0")
     return None if value is None else str(value).rpartition("####")[2].strip() or None
 
 

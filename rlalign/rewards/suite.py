@@ -37,7 +37,13 @@ class RewardSuite:
 
     A reward is ``reward(example, response) -> float | None``; one with the attribute ``batched = True`` takes lists of
     both and returns a list. Where one gives ``None``, a number that is not finite, or raises, that response has no
-    total.
+    total. If a batched one raises, it is called again with one response at a time, so that only those are lost on which
+    it raises alone.
+
+    Attributes:
+        first_errors: Name -> the first exception that this reward raised, in one line; it was logged with its
+            traceback. Later ones are counted, and a warning comes when every response of 2, 4, 8, ... calls in a row is
+            lost to them.
 
     Args:
         rewards: Name -> reward.
@@ -64,14 +70,14 @@ class RewardSuite:
             raise ValueError(f"Reward weights must be finite, got {self.weights}.")
         self.correct = next(iter(self.rewards)) if correct is None else correct
         self._check_name(self.correct, "correct")
-        self._logged: set[str] = set()
+        self.first_errors: dict[str, str] = {}
+        self._lost_calls: Counter[str] = Counter()
 
     def __call__(self, examples: Sequence[dict[str, Any]], responses: Sequence[Response]) -> Scores:
         """Score responses, ``responses[i]`` being one to ``examples[i]``.
 
         Raises:
             ValueError: If there are not as many examples as responses, or a batched reward returns another number.
-            RuntimeError: If a reward raises on every response.
         """
         if len(examples) != len(responses):
             raise ValueError(f"There are {len(examples)} examples and {len(responses)} responses; they must pair up.")
@@ -109,53 +115,71 @@ class RewardSuite:
         self, name: str, examples: Sequence[dict[str, Any]], responses: Sequence[Response], errors: Counter[str]
     ) -> list[Score]:
         """One reward of every response; what is lost is counted in ``errors``."""
-        reward = self.rewards[name]
-        failures: list[Exception] = []
-        batched: list[Any] | None = None
-        # A reward is anybody's code, run on text that a model made up: one failure costs one sample, not the run.
-        if getattr(reward, "batched", False):
-            try:
-                batched = list(reward(list(examples), list(responses)))
-            except Exception as error:
-                self._report(name, [error] * len(responses), len(responses), errors)
-            if batched is not None and len(batched) != len(responses):
-                raise ValueError(
-                    f"Reward '{name}' ({_qualified_name(reward)}) returned {len(batched)} scores for "
-                    f"{len(responses)} responses."
-                )
+        values = self._values(name, examples, responses)
         scores: list[Score] = []
-        for i, (example, response) in enumerate(zip(examples, responses, strict=True)):
-            try:
-                score = _as_number(batched[i] if batched is not None else reward(example, response))
-            except Exception as error:
-                failures.append(error)
-                scores.append(None)
+        for value in values:
+            if isinstance(value, Exception):
+                errors[f"{name}/exception"] += 1
+            elif value is None or not math.isfinite(value):
+                errors[f"{name}/none" if value is None else f"{name}/not_finite"] += 1
+            else:
+                scores.append(value)
                 continue
-            if score is None or not math.isfinite(score):
-                errors[f"{name}/none" if score is None else f"{name}/not_finite"] += 1
-                score = None
-            scores.append(score)
-        self._report(name, failures, len(responses), errors)
+            scores.append(None)
+        self._report(name, [value for value in values if isinstance(value, Exception)], len(values))
         return scores
 
-    def _report(self, name: str, failures: list[Exception], num_responses: int, errors: Counter[str]) -> None:
+    def _values(
+        self, name: str, examples: Sequence[dict[str, Any]], responses: Sequence[Response]
+    ) -> list[Score | Exception]:
+        """What a reward gives each response, or raises on it."""
+        reward = self.rewards[name]
+        pairs = list(zip(examples, responses, strict=True))
+        if not getattr(reward, "batched", False):
+            return [_attempt(lambda e, r: _as_number(reward(e, r)), *pair) for pair in pairs]
+        together = _attempt(lambda: list(reward(list(examples), list(responses))))
+        if isinstance(together, Exception):
+            if len(pairs) == 1:
+                return [together]
+            return [value for example, response in pairs for value in self._values(name, [example], [response])]
+        if len(together) != len(responses):
+            raise ValueError(
+                f"Reward '{name}' ({_qualified_name(reward)}) returned {len(together)} scores for "
+                f"{len(responses)} responses."
+            )
+        return [_attempt(_as_number, value) for value in together]
+
+    def _report(self, name: str, failures: list[Exception], num_responses: int) -> None:
+        """Log the first exception of a reward, and later on that it does nothing but raise."""
+        if len(failures) < num_responses:
+            self._lost_calls[name] = 0
         if not failures:
             return
-        first = failures[0]
         where = f"Reward '{name}' ({_qualified_name(self.rewards[name])})"
+        if name not in self.first_errors:
+            self.first_errors[name] = " ".join(f"{type(failures[0]).__name__}: {failures[0]}".split())
+            log.warning("%s raised; the sample is left out, later ones are counted.", where, exc_info=failures[0])
         if len(failures) == num_responses:
-            raise RuntimeError(
-                f"{where} raised on every one of {num_responses} responses, at first {type(first).__name__}: {first}"
-            ) from first
-        errors[f"{name}/exception"] += len(failures)
-        if name not in self._logged:
-            self._logged.add(name)
-            log.warning("%s raised; the sample is left out, later ones are only counted.", where, exc_info=first)
+            self._lost_calls[name] += 1
+            calls = self._lost_calls[name]
+            if calls >= 2 and calls & (calls - 1) == 0:
+                log.warning("%s raised on every response of %d calls in a row, last %r.", where, calls, failures[-1])
 
     def _check_name(self, name: str, where: str) -> None:
         if name not in self.rewards:
             near = difflib.get_close_matches(name, self.rewards, n=1, cutoff=0)[0]
             raise ValueError(f"{where}: there is no reward '{name}'; did you mean '{near}'?")
+
+
+def _attempt(compute: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns, or the exception that it raises.
+
+    A reward is anybody's code, run on text that a model made up: one failure costs one sample, not the run.
+    """
+    try:
+        return compute(*arguments)
+    except Exception as error:
+        return error
 
 
 def _as_number(value: Any) -> Score:

@@ -3,16 +3,15 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from rlalign.data.formats import Columns, recognise
+from rlalign.data.formats import Columns, Text, field_names, recognise
 from rlalign.functional.draws import hashed_permutation
 from rlalign.rollouts.sources import SPLIT_NAMES, Example, PromptSource, parse_source
-from rlalign.rollouts.template import Rendering, render_prompt
+from rlalign.rollouts.template import Rendering, clean_messages, render_prompt
 
 _PASSES, _SPARES = 0, 1  # keys that keep the uses of a seed apart
 
@@ -108,7 +107,7 @@ def load_prompts(
         max_prompt_tokens: Longer prompts are dropped and counted, never cut.
         system_prompt: Put before every prompt.
         rendering: As for :func:`rlalign.rollouts.template.render_prompt`.
-        limit: Keep only this many, the first ones.
+        limit: Keep only this many, the first ones; at least 1.
         num_held_out: Rows held out of a source that has no other split for validation.
         seed: Decides which rows are held out.
         exclude: Prompts that these must not repeat (the held-out ones); equal ones are dropped and counted.
@@ -117,17 +116,19 @@ def load_prompts(
         The prompts, with ``description`` and ``dropped`` (reason -> count).
 
     Raises:
-        ValueError: If a column is missing, there is no such split, or no prompt is left.
+        ValueError: If a column is missing, a row has no usable prompt, there is no such split, ``limit`` is below 1, or
+            no prompt is left.
     """
     if split not in SPLIT_NAMES:
         raise ValueError(f"split must be one of {', '.join(SPLIT_NAMES)}, got '{split}'.")
+    if limit is not None and limit < 1:
+        raise ValueError(f"The limit on the number of prompts must be at least 1, or null for all, got {limit}.")
     source = parse_source(source) if isinstance(source, str) else source
     rows = source.rows(split, num_held_out, seed)
     if not len(rows):
         raise ValueError(f"{source} has no rows.")
-    names = getattr(rows, "column_names", None) or list(rows[0])
-    found = recognise(names, columns, need=("prompt",), want=("answer",))
-    prompts = PromptDataset(rows, found, tokenizer, None, system_prompt, rendering)
+    found = recognise(field_names(rows), columns, need=("prompt",), want=("answer",))
+    prompts = PromptDataset(rows, found, tokenizer, None, system_prompt, rendering, str(source))
     dropped: Counter[str] = Counter()
     kept = _keep(prompts, max_prompt_tokens, limit, exclude, source.distinct, dropped)
     description = f"{len(kept)} {split} prompts of {source}: {found.description}"
@@ -154,7 +155,11 @@ def _keep(
         if limit is not None and len(kept) == limit:
             break
         row = prompts.rows[index]
-        if _is_empty(prompts.columns.prompt(row)):
+        try:
+            empty = _is_empty(prompts.columns.prompt(row))
+        except ValueError as error:
+            raise ValueError(f"Row {index + 1} of {prompts.description}: {error}") from error
+        if empty:
             dropped["empty"] += 1
             continue
         ids = prompts.tokenised(index, row).ids
@@ -221,10 +226,9 @@ def _pass_order(num_prompts: int, pass_number: int, prompts_per_iteration: int, 
     return order
 
 
-def _is_empty(prompt: Any) -> bool:
-    if isinstance(prompt, str):
-        return not prompt.strip()
-    return not any((message.get("content") or "") for message in prompt)
+def _is_empty(prompt: Text) -> bool:
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in clean_messages(prompt)]
+    return not any(text.strip() for text in texts)
 
 
 @rank_zero_only

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
+from rlalign.data.files import is_text_table, read_rows
 from rlalign.functional.draws import hashed_permutation
 
 Example = dict[str, Any]
@@ -20,7 +21,6 @@ SPLIT_NAMES: dict[str, tuple[str, ...]] = {
     "test": ("test", "validation"),
 }
 """Use -> names of the split that serves it, the first that exists."""
-_FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _HELD_OUT = 2  # a key that no other use of the run's seed has
 
 
@@ -46,10 +46,11 @@ class PromptSource(ABC):
 
 @dataclass
 class Table(PromptSource):
-    """A JSON-lines, JSON or Parquet file, or a data set of the ``datasets`` library; memory mapped.
+    """A file, or a data set of the ``datasets`` library (memory mapped).
 
     Attributes:
-        path: A file, a folder (``save_to_disk`` or raw files), a name on the hub, or ``embedded:FILE``.
+        path: A JSON-lines, JSON or CSV file (also ``.gz``) or a Parquet file, a folder (``save_to_disk`` or raw files),
+            a name on the hub, or ``embedded:FILE``. Values of a CSV file are text.
         name: The configuration of a data set that has several (``main``, say).
         split: The split to take, where it is not the one that the use asks for.
     """
@@ -66,10 +67,11 @@ class Table(PromptSource):
 
         Raises:
             FileNotFoundError: If there is no such file, folder or data set.
-            ValueError: If the data cannot be read, has no such split, or fewer rows than are to be held out.
+            ValueError: If the data cannot be read, has no such split or configuration, or fewer rows than are to be
+                held out.
         """
-        wanted = "train" if num_held_out else split
-        table = self._open(wanted)
+        _check_held_out(num_held_out)
+        table = self._open("train" if num_held_out else split)
         if not num_held_out:
             return table
         if num_held_out >= len(table):
@@ -84,30 +86,38 @@ class Table(PromptSource):
         from rlalign.assets import resolve
 
         path = Path(resolve(self.path)).expanduser()
-        file_format = _FILE_FORMATS.get(path.suffix)
+        looks_like_a_file = is_text_table(path) or path.suffix.lower() == ".parquet"
+        if not path.exists() and (looks_like_a_file or self.path.startswith(("/", ".", "~"))):
+            raise FileNotFoundError(f"There is no file '{self.path}'.")
         try:
-            if path.is_file() and file_format:
-                if path.stat().st_size == 0:
-                    raise ValueError("the file is empty")
-                found = datasets.load_dataset(file_format, data_files=str(path), split=self.split or "train")
-                return _with_dates_as_text(found, path) if file_format == "json" else found
-            if file_format or (self.path.startswith(("/", ".", "~")) and not path.exists()):
-                raise FileNotFoundError(f"There is no file '{self.path}'.")
-            on_disk = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-            found = datasets.load_from_disk(str(path)) if on_disk else datasets.load_dataset(str(path), self.name)
+            found = _read_file(path) if path.is_file() else _read_data_set(path, self.name)
+            table = self._choose(found, split)
+            return read_rows(table) if isinstance(table, list) else table
         except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
             raise FileNotFoundError(
                 f"'{self.path}' is no file or folder here, and no data set of the hub: {error}"
             ) from error
-        except (ValueError, datasets.exceptions.DatasetsError) as error:
-            reason = " ".join(str(error.__cause__ or error).split())
-            raise ValueError(f"'{self.path}' cannot be read as a table of prompts: {reason}.") from error
-        if isinstance(found, datasets.Dataset):
+        except datasets.exceptions.DatasetsError as error:
+            raise self._unreadable(error.__cause__ or error) from error
+        except ValueError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, reason: BaseException) -> ValueError:
+        text = " ".join(str(reason).split()).rstrip(".")
+        return ValueError(f"'{self.path}' cannot be read as a table of prompts: {text}.")
+
+    def _choose(self, found: Any, split: str) -> Any:
+        """Of tables by split, the one to use; of one table, that, provided that nothing else was asked for."""
+        if not isinstance(found, dict):
+            asked = {"name": self.name, "split": self.split}
+            extra = next((f"{key}={value}" for key, value in asked.items() if value is not None), None)
+            if extra:
+                raise ValueError(f"it is a single table, without configurations or splits; leave out {extra}")
             return found
         names = (self.split,) if self.split else SPLIT_NAMES[split]
         name = next((n for n in names if n in found), None)
         if name is None:
-            raise ValueError(f"'{self.path}' has no split {' or '.join(names)}; it has {', '.join(found)}.")
+            raise ValueError(f"it has no split {' or '.join(names)}; it has {', '.join(found)}")
         return found[name]
 
 
@@ -139,10 +149,11 @@ class ReasoningGym(PromptSource):
 
         Raises:
             ImportError: If reasoning-gym is not installed.
-            ValueError: If there is no such task, or it refuses its parameters.
+            ValueError: If there is no such task, it refuses its parameters, or ``num_held_out`` is negative.
         """
         from rlalign.rewards.tasks import create_task
 
+        _check_held_out(num_held_out)
         size = num_held_out if num_held_out and split != "train" else self.size
         draws = create_task(self.task, {**self.config, "size": size, "seed": self.split_seed(split)})
         return [draws[i] for i in range(size)]
@@ -178,17 +189,39 @@ def parse_source(source: str) -> PromptSource:
     return Table(path, **{key: str(value) for key, value in options.items()})
 
 
-def _with_dates_as_text(table: Any, path: Path) -> Any:
-    """The table itself, unless its reader took text for points in time and so changed it ("2020-01-01")."""
+def _read_file(path: Path) -> Any:
+    """A list of the one file where it is text, else its table."""
     import datasets
 
-    if "timestamp" not in str(table.features):
-        return table
-    text = path.read_text(encoding="utf-8")
-    rows = (
-        json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line]
-    )
-    return datasets.Dataset.from_list(rows)
+    if is_text_table(path):
+        return [path]
+    if path.suffix.lower() != ".parquet":
+        raise ValueError("it is no .jsonl, .json or .csv file (.gz or not) and no .parquet file")
+    if path.stat().st_size == 0:
+        raise ValueError("the file is empty")
+    return datasets.load_dataset("parquet", data_files=str(path), split="train")
+
+
+def _read_data_set(path: Path, name: str | None) -> Any:
+    """A table, or a mapping of split -> table, or list of files where these are text in a folder here."""
+    import datasets
+
+    if (path / "state.json").exists():
+        return datasets.load_from_disk(str(path))
+    if (path / "dataset_dict.json").exists():
+        if name is not None:
+            raise ValueError(f"a saved data set has no configurations; leave out name={name}")
+        return dict(datasets.load_from_disk(str(path)))
+    if path.is_dir():
+        files = datasets.load_dataset_builder(str(path), name).config.data_files or {}
+        if files and all(is_text_table(file) and Path(file).is_file() for part in files.values() for file in part):
+            return {str(split): list(part) for split, part in files.items()}
+    return dict(datasets.load_dataset(str(path), name))
+
+
+def _check_held_out(num_held_out: int) -> None:
+    if num_held_out < 0:
+        raise ValueError(f"num_held_out must be at least 0, got {num_held_out}.")
 
 
 def _literal(value: str) -> Any:

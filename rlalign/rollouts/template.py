@@ -200,13 +200,25 @@ def clean_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         if not isinstance(message, Mapping) or not message.get("role"):
             raise ValueError(f"Message {number} must be a mapping with role and content, got {message!r}.")
         content = message.get("content")
-        if isinstance(content, Sequence) and not isinstance(content, str):
-            if any(part.get("type") != "text" for part in content):
-                raise ValueError(f"Message {number} has parts that are not text; only text is supported.")
-            content = "".join(part["text"] for part in content)
+        if isinstance(content, list | tuple):
+            texts = [_part_text(part) for part in content]
+            if None in texts:
+                raise ValueError(
+                    f"Message {number} has parts that are not text, {content[texts.index(None)]!r} for one; "
+                    "only parts with type 'text' and a text are supported."
+                )
+            content = "".join(map(str, texts))
+        if content is not None and not isinstance(content, str):
+            raise ValueError(f"Message {number} must have text as content, got {content!r}.")
         kept = {key: value for key, value in message.items() if value is not None}
-        cleaned.append({**kept, "content": "" if content is None else str(content)})
+        cleaned.append({**kept, "content": content or ""})
     return cleaned
+
+
+def _part_text(part: Any) -> str | None:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        return None
+    return str(part["text"])
 
 
 def special_strings(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

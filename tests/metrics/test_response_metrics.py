@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from rlalign.metrics import MajorityAtK, MeanLength, PassAtK, TruncationRate, UnscoredRate, validation_metrics
+from rlalign.rewards import ExactMatch, RewardSuite
 from rlalign.rollouts.batch import Rollout
 
 
@@ -105,7 +106,7 @@ def test_bad_k():
         MajorityAtK(3).update(["1", "2"], torch.tensor([True, False]))
 
 
-def rollout(text, correct, tokens, truncated=False, reward=0.0):
+def rollout(text, correct, tokens, truncated=False, reward=0.0, prefill=""):
     ids = torch.zeros(tokens, dtype=torch.int32)
     return Rollout(
         prompt_index=0,
@@ -115,6 +116,7 @@ def rollout(text, correct, tokens, truncated=False, reward=0.0):
         logprobs=torch.zeros(tokens),
         truncated=truncated,
         text=text,
+        prefill=prefill,
         reward=reward,
         correct=correct,
         components={},
@@ -140,4 +142,19 @@ def test_validation_with_one_sample_and_other_votes():
     assert set(validation_metrics(1)) == {"pass@1", "length_mean", "truncated_share", "unscored_share"}
     metrics = validation_metrics(3, read_answers=lambda texts: [text[-1] for text in texts])
     metrics.update([rollout("so 4", True, 1), rollout("thus 4", True, 1), rollout("5", False, 1)])
+    assert metrics.compute()["majority@3"].item() == 1.0
+
+
+def test_the_vote_counts_what_the_prompt_put_into_the_response_kf50():
+    votes = [("4</answer>", True), ("4 </answer>", True), (" 4</answer> yes", True), ("5</answer>", False)]
+    votes += [("5</answer>", False)]
+    metrics = validation_metrics(5, RewardSuite({"match": ExactMatch()}).answers)
+    metrics.update([rollout(text, correct, 3, prefill="<answer>") for text, correct in votes])
+    assert metrics.compute()["majority@5"].item() == 1.0  # three say 4, however they end
+
+
+def test_unclosed_thinking_that_the_prompt_began_has_no_vote_kf50():
+    metrics = validation_metrics(3, RewardSuite({"match": ExactMatch()}).answers)
+    texts = [("it may be 5", False), ("it may be 5", False), ("so</think>4", True)]
+    metrics.update([rollout(text, correct, 3, prefill="<think>") for text, correct in texts])
     assert metrics.compute()["majority@3"].item() == 1.0

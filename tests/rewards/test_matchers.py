@@ -169,3 +169,26 @@ def test_soft_overlong_needs_to_know_the_tokens():
         SoftOverlong(100, 20)({}, "x")
     with pytest.raises(ValueError, match=r"cache_tokens=101 must be in \(0, max_tokens=100\]"):
         SoftOverlong(100, 101)
+
+
+@pytest.mark.parametrize(
+    ("gold", "text"),
+    [
+        (5.0, "5"),
+        (5, "5"),
+        (2.5, "2.5"),
+        (1e17, "1" + "0" * 17),
+        (0.00001, "0.00001"),
+        (-3.0, "-3"),
+        (10**30, str(10**30)),
+    ],
+)
+def test_a_right_answer_that_is_a_number_is_written_as_people_do(gold, text):
+    assert RegexMatch(r"is (\S+)")({"answer": gold}, f"It is {text}") == 1.0
+    assert ExactMatch()({"answer": gold}, text) == 1.0
+    assert NumericMatch()({"answer": gold}, text) == 1.0
+
+
+def test_not_a_number_is_no_right_answer():
+    for reward in (ExactMatch(), NumericMatch(), RegexMatch("nan")):
+        assert reward({"answer": float("nan")}, "nan") is None

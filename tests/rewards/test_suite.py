@@ -65,21 +65,88 @@ def test_an_exception_costs_one_score_and_adds_none_kf68(caplog):
 
 
 @pytest.mark.parametrize(
-    "reward", [NumericMatch(), lambda example, response: "right", lambda example, response: [1.0, 2.0]]
+    ("reward", "reason"),
+    [
+        (NumericMatch(), "ValueError: The example has no column 'answer'; it has gold."),
+        (lambda example, response: "right", "TypeError: a reward must be a number or None, got the string 'right'"),
+        (lambda example, response: [1.0, 2.0], "TypeError: float() argument must be"),
+    ],
 )
-def test_a_reward_that_always_raises_is_an_error(reward):
-    examples = [{"gold": "1"}] * 2
-    with pytest.raises(RuntimeError, match=r"Reward 'broken' \(.*\) raised on every one of 2 responses, at first"):
-        RewardSuite({"fine": length, "broken": reward})(examples, FIVE[:2])
+def test_a_call_that_is_lost_to_exceptions_is_no_end_of_the_run_and_says_why_kf68(reward, reason):
+    suite = RewardSuite({"fine": length, "broken": reward})
+    scores = suite([{"gold": "1"}] * 2, FIVE[:2])
+    assert scores.components == {"fine": [1.0, 1.0], "broken": [None, None]}
+    assert scores.total == [None, None]
+    assert scores.errors == {"broken/exception": 2}
+    assert list(suite.first_errors) == ["broken"]
+    assert suite.first_errors["broken"].startswith(reason)
 
 
-def test_a_batched_reward_that_raises_is_named():
+def test_the_first_exception_is_kept_in_one_line():
+    def reward(example, response):
+        raise KeyError(f"row {response}\nof many")
+
+    suite = RewardSuite({"broken": reward, "fine": length})
+    assert suite.first_errors == {}
+    for start in range(3):
+        suite(EXAMPLES[start:], FIVE[start:])
+    assert suite.first_errors == {"broken": "KeyError: 'row 0\\nof many'"}
+
+
+def test_calls_lost_in_a_row_are_not_silent(caplog):
+    broken = {"on": True}
+
+    def reward(example, response):
+        if broken["on"]:
+            raise KeyError("gold")
+        return 1.0
+
+    suite = RewardSuite({"broken": reward, "fine": length})
+
+    def warnings():
+        suite(EXAMPLES, FIVE)
+        said = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return said
+
+    with caplog.at_level(logging.WARNING):
+        said = [warnings() for _ in range(8)]
+        broken["on"] = False
+        assert warnings() == []
+        broken["on"] = True
+        assert [len(warnings()) for _ in range(2)] == [0, 1]
+    assert [len(part) for part in said] == [1, 1, 0, 1, 0, 0, 0, 1]
+    assert "raised on every response of 4 calls in a row, last KeyError('gold')" in said[3][0]
+
+
+def test_a_batched_reward_that_raises_on_one_sample_loses_that_one_kf68(caplog):
+    calls = []
+
     def reward(examples, responses):
-        raise KeyError("gold")
+        calls.append(len(responses))
+        return [1 / int(response) for response in responses]
 
     reward.batched = True
-    with pytest.raises(RuntimeError, match=r"Reward 'all' .* raised on every one of 5 responses, at first KeyError"):
-        RewardSuite({"all": reward})(EXAMPLES, FIVE)
+    with caplog.at_level(logging.WARNING):
+        suite = RewardSuite({"all": reward})
+        scores = suite(EXAMPLES, FIVE)
+    assert scores.total == [None, 1.0, 1 / 2, 1 / 3, 1 / 4]
+    assert scores.errors == {"all/exception": 1}
+    assert calls == [5, 1, 1, 1, 1, 1]
+    assert suite.first_errors == {"all": "ZeroDivisionError: division by zero"}
+    assert len(caplog.records) == 1
+    assert suite(EXAMPLES[1:], FIVE[1:]).total == [1.0, 1 / 2, 1 / 3, 1 / 4]
+    assert calls[6:] == [4]
+
+
+def test_a_batched_reward_that_returns_no_list_loses_all():
+    def reward(examples, responses):
+        return 1.0
+
+    reward.batched = True
+    scores = RewardSuite({"all": reward})(EXAMPLES, FIVE)
+    assert scores.total == [None] * 5
+    assert scores.errors == {"all/exception": 5}
 
 
 @pytest.mark.parametrize("values", [(1.0,), (1.0,) * 6, ()])
@@ -134,6 +201,14 @@ def test_answers_for_a_vote():
     responses = [Response("It is 1,000"), Response("1000"), Response("?")]
     assert RewardSuite({"match": NumericMatch()}).answers(responses) == ["1000", "1000", None]
     assert RewardSuite({"length": length}).answers(["a ", ""]) == ["a", None]
+
+
+def test_answers_count_the_prefill_kf50():
+    texts = ["4</answer>", "4 </answer>", "4"]
+    responses = [Response(text, prefill="<answer>") for text in texts]
+    assert RewardSuite({"match": ExactMatch()}).answers(responses)[:2] == ["4", "4"]
+    thinking = [Response("so 4", prefill="<think>"), Response("hm</think>4", prefill="<think>")]
+    assert RewardSuite({"match": ExactMatch()}).answers(thinking) == [None, "4"]
 
 
 def test_command_line_takes_rewards_by_name():

@@ -6,6 +6,8 @@ import pytest
 from jsonargparse import ArgumentParser
 from toy_tokenizers import toy_tokenizer
 
+from rlalign.data.formats import recognise
+from rlalign.rewards import ExactMatch
 from rlalign.rollouts.prompts import iteration_order, load_prompts
 from rlalign.rollouts.sources import PromptSource, ReasoningGym, Table, parse_source
 
@@ -132,6 +134,139 @@ def test_answers_of_several_types_keep_them(tokenizer, write):
     assert [prompts[i].example["answer"] for i in range(2)] == [3, "three"]
 
 
+@pytest.mark.parametrize("name", ["data.jsonl", "folder/train.jsonl"])
+def test_numbers_reach_the_reward_as_they_are_written(tokenizer, write, tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    golds = [1, 2.5, 123456789012345678901234567890, 100000000000000000.0, "2020-01-01"]
+    path = write(*({"prompt": f"p{i}", "answer": gold} for i, gold in enumerate(golds)), name=name)
+    prompts = load_prompts(path if name == "data.jsonl" else str(tmp_path / "folder"), tokenizer)
+    texts = ["1", "2.5", "123456789012345678901234567890", "100000000000000000", "2020-01-01"]
+    assert [ExactMatch()(prompts[i].example, text) for i, text in enumerate(texts)] == [1.0] * 5
+    assert [prompts[i].example["answer"] for i in range(5)] == golds
+
+
+def test_columns_that_the_first_row_lacks_are_there_kf94(tokenizer, write):
+    path = write({"prompt": "a", "day": "2020-01-01"}, {"prompt": "b", "day": "2021-01-01", "answer": "5"})
+    prompts = load_prompts(path, tokenizer)
+    assert [prompts[i].example["answer"] for i in range(2)] == [None, "5"]
+    assert prompts[1].example["day"] == "2021-01-01"
+
+
+def test_reward_model_without_ground_truth_is_no_answer(tokenizer, write):
+    path = write({"prompt": "a", "reward_model": {"style": "rule"}, "answer": "5"})
+    assert load_prompts(path, tokenizer)[0].example["answer"] == "5"
+    path = write({"prompt": "a", "reward_model": "rm-7b", "answer": "5"}, name="b.jsonl")
+    assert load_prompts(path, tokenizer)[0].example["answer"] == "5"
+    path = write({"prompt": "a", "reward_model": {"style": "rule"}}, name="c.jsonl")
+    assert "answer" not in load_prompts(path, tokenizer)[0].example
+
+
+def test_a_row_without_ground_truth_has_no_answer(tokenizer, write):
+    rows = [{"ground_truth": "4"}, {"style": "rule"}, None]
+    path = write(*({"prompt": "a", "reward_model": row} for row in rows))
+    prompts = load_prompts(path, tokenizer)
+    assert [prompts[i].example["answer"] for i in range(3)] == ["4", None, None]
+    with pytest.raises(
+        ValueError, match=r"no column 'reward_model.truth' for 'answer' .*; the columns are prompt, rew"
+    ):
+        load_prompts(path, tokenizer, columns={"answer": "reward_model.truth"})
+
+
+def test_nested_answers_of_a_parquet_file(tokenizer, tmp_path):
+    import datasets
+
+    rows = [{"prompt": "a", "reward_model": {"ground_truth": "4", "more": {"level": 2}}, "answer": "x"}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    load = load_prompts
+    assert load(str(tmp_path / "a.parquet"), tokenizer)[0].example["answer"] == "4"
+    deep = load(str(tmp_path / "a.parquet"), tokenizer, columns={"answer": "reward_model.more.level"})
+    assert deep[0].example["answer"] == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (5, "Row 2 of .*: Column 'prompt' must hold text or a list of messages with role and content, not 5"),
+        ({"role": "user", "content": "x"}, "Row 2 of .*: Column 'prompt' must hold text or a list of messages"),
+        (["x"], "Row 2 of .*: Column 'prompt' must hold text or a list of messages"),
+        ([{"role": "user", "content": [None]}], "Row 2 of .*: Message 1 has parts that are not text, None for one"),
+        ([{"role": "user", "content": 7}], "Row 2 of .*: Message 1 must have text as content, got 7"),
+    ],
+)
+def test_prompts_that_are_no_text_are_named(tokenizer, write, value, message):
+    with pytest.raises(ValueError, match=message):
+        load_prompts(write({"prompt": "fine"}, {"prompt": value}), tokenizer)
+
+
+def test_conversations_that_are_no_messages_are_named(tokenizer, write):
+    with pytest.raises(ValueError, match=r"Row 1 of .*: Column 'messages' must hold a list of messages, not the text"):
+        load_prompts(write({"messages": '[{"role": "user"}]'}), tokenizer)
+
+
+def test_a_response_that_is_no_text_is_named():
+    columns = recognise(["question", "answer"], need=("prompt", "response"))
+    for value in (42, 0, {"a": 1}):
+        with pytest.raises(ValueError, match="Column 'answer' must hold text or a list of messages"):
+            columns.response({"question": "x", "answer": value})
+    assert columns.response({"question": "x", "answer": None}) == ""
+
+
+def test_messages_of_space_are_empty(tokenizer, write):
+    parts = [{"type": "text", "text": " "}]
+    path = write(*({"prompt": [{"role": "user", "content": content}]} for content in (" \n", parts, "x")))
+    assert load_prompts(path, tokenizer).dropped == {"empty": 2}
+
+
+def test_what_has_no_splits_or_configurations_refuses_them(tokenizer, write, tmp_path):
+    import datasets
+
+    path = write({"prompt": "a"})
+    table = datasets.Dataset.from_list([{"prompt": "a"}])
+    table.save_to_disk(tmp_path / "one")
+    table.to_parquet(tmp_path / "a.parquet")
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "several")
+    for source in (path, tmp_path / "one", tmp_path / "a.parquet"):
+        for asked in ("split=nonsense", "split=train", "name=main"):
+            with pytest.raises(ValueError, match=f"without configurations or splits; leave out {asked}"):
+                load_prompts(f"{source}?{asked}", tokenizer)
+    with pytest.raises(ValueError, match="a saved data set has no configurations; leave out name=main"):
+        load_prompts(f"{tmp_path / 'several'}?name=main", tokenizer)
+
+
+def test_a_folder_of_files_has_splits(tokenizer, write, tmp_path):
+    for folder, suffix in (("lines", "jsonl"), ("cells", "csv")):
+        (tmp_path / folder).mkdir()
+        for split, prompt in (("train", "a"), ("validation", "b")):
+            text = f"prompt\n{prompt}\n" if suffix == "csv" else json.dumps({"prompt": prompt})
+            (tmp_path / folder / f"{split}.{suffix}").write_text(text)
+        loaded = {s: load_prompts(str(tmp_path / folder), tokenizer, split=s) for s in ("train", "val")}
+        assert [loaded[s][0].example["prompt"] for s in ("train", "val")] == ["a", "b"]
+        with pytest.raises(ValueError, match="has no split nope; it has train, validation"):
+            load_prompts(f"{tmp_path / folder}?split=nope", tokenizer)
+    (tmp_path / "lines" / "train.jsonl").write_text("{")
+    with pytest.raises(
+        ValueError, match=r"lines' cannot be read as a table of prompts: train.jsonl, line 1 is no JSON"
+    ):
+        load_prompts(str(tmp_path / "lines"), tokenizer)
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(FileNotFoundError, match="doesn't contain any data files"):
+        load_prompts(str(tmp_path / "bare"), tokenizer)
+
+
+@pytest.mark.parametrize("limit", [-1, 0])
+def test_a_limit_below_one_is_refused(tokenizer, write, limit):
+    with pytest.raises(ValueError, match=f"at least 1, or null for all, got {limit}"):
+        load_prompts(write({"prompt": "a"}), tokenizer, limit=limit)
+
+
+@pytest.mark.parametrize("source", ["data", "reasoning_gym:chain_sum"])
+def test_holding_out_fewer_than_none_is_refused(tokenizer, write, source):
+    source = write({"prompt": "a"}, {"prompt": "b"}) if source == "data" else source
+    for split in ("train", "val"):
+        with pytest.raises(ValueError, match="num_held_out must be at least 0, got -1"):
+            load_prompts(source, tokenizer, split=split, num_held_out=-1)
+
+
 def test_json_parquet_and_saved_data_sets(tokenizer, write, tmp_path):
     import datasets
 
@@ -158,6 +293,8 @@ def test_embedded_file(tokenizer):
     ("source", "error", "message"),
     [
         ("missing.jsonl", FileNotFoundError, "no file 'missing.jsonl'"),
+        ("missing.CSV", FileNotFoundError, "no file 'missing.CSV'"),
+        ("missing.jsonl.gz", FileNotFoundError, "no file 'missing.jsonl.gz'"),
         ("./missing", FileNotFoundError, "no file './missing'"),
         ("embedded:missing.jsonl", FileNotFoundError, "embedded:arithmetic/train.jsonl"),
         ("x.jsonl?splt=test", ValueError, r"no parameter 'splt' \(did you mean 'split'\?\)"),
@@ -173,10 +310,21 @@ def test_bad_sources_end_in_one_sentence(tokenizer, source, error, message):
 
 def test_unreadable_and_empty_files(tokenizer, write, tmp_path):
     (tmp_path / "bad.jsonl").write_text("{not json")
-    with pytest.raises(ValueError, match=r"bad.jsonl' cannot be read as a table of prompts: JSON parse error"):
+    with pytest.raises(ValueError, match=r"bad.jsonl' cannot be read as a table of prompts: .*line 1 is no JSON"):
         load_prompts(str(tmp_path / "bad.jsonl"), tokenizer)
+    for text in ("", " \n\n"):
+        (tmp_path / "nothing.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=r"nothing.jsonl has no rows"):
+            load_prompts(str(tmp_path / "nothing.jsonl"), tokenizer)
+    (tmp_path / "nothing.parquet").write_text("")
     with pytest.raises(ValueError, match="the file is empty"):
-        load_prompts(write(), tokenizer)
+        load_prompts(str(tmp_path / "nothing.parquet"), tokenizer)
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "café"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin.jsonl, line 1 is no UTF-8 text \(byte 0xe9\)"):
+        load_prompts(str(tmp_path / "latin.jsonl"), tokenizer)
+    (tmp_path / "data.xlsx").write_text("x")
+    with pytest.raises(ValueError, match=r"it is no .jsonl, .json or .csv file \(.gz or not\) and no .parquet file"):
+        load_prompts(str(tmp_path / "data.xlsx"), tokenizer)
     with pytest.raises(ValueError, match="split must be one of train, val, test, got 'vall'"):
         load_prompts(write({"prompt": "x"}), tokenizer, split="vall")
 

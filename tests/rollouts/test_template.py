@@ -70,6 +70,12 @@ def test_content_parts_are_joined_and_other_media_refused():
     assert render_prompt(tokenizer, [{"role": "user", "content": parts}]) == render_prompt(tokenizer, [USER])
     with pytest.raises(ValueError, match="Message 1 has parts that are not text"):
         render_prompt(tokenizer, [{"role": "user", "content": [{"type": "image"}]}])
+    for part in (None, "2+2", {"type": "text"}, {"type": "text", "text": None}):
+        with pytest.raises(ValueError, match=r"Message 2 has parts that are not text, .* for one"):
+            render_prompt(tokenizer, [USER, {"role": "user", "content": [parts[0], part]}])
+    for content in (5, {"a": 1}, True):
+        with pytest.raises(ValueError, match="Message 1 must have text as content, got"):
+            render_prompt(tokenizer, [{"role": "user", "content": content}])
     with pytest.raises(ValueError, match="Message 1 must be a mapping with role"):
         render_prompt(tokenizer, [{"content": "hello"}])
 
