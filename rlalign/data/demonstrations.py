@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning import LightningDataModule
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlalign.data.formats import Columns, recognise
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
 from rlalign.rollouts.prompts import PromptSource, parse_source
-from rlalign.rollouts.ranks import data_parallel, run_seed
+from rlalign.rollouts.ranks import data_parallel
+from rlalign.rollouts.seeded import SeededDataModule
 from rlalign.rollouts.template import Rendering, render_demonstration
 
 
@@ -151,7 +151,7 @@ class Demonstrations:
         return self._render(self.kept[index])
 
 
-class DemonstrationDataModule(LightningDataModule):
+class DemonstrationDataModule(SeededDataModule):
     """Serves demonstrations in optimizer steps of a fixed number of them; an epoch is a pass over the data.
 
     Args:
@@ -185,7 +185,7 @@ class DemonstrationDataModule(LightningDataModule):
         packed_width: int | None = None,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(step_size, minibatch_size, 1, seed)
         if step_size < 1:
             raise ValueError(f"step_size must be at least 1, got {step_size}.")
         self.train_source, self.val_source = train, train if val is None and num_held_out else val
@@ -193,9 +193,7 @@ class DemonstrationDataModule(LightningDataModule):
         self.columns, self.system_prompt = columns, system_prompt
         self.rendering: Rendering = rendering
         self.max_tokens = max_tokens
-        self.step_size, self.minibatch_size = step_size, minibatch_size
         self.packing, self.packed_width = packing, packed_width
-        self.seed = seed
         self.train_data: Demonstrations | None = None
         self.val_data: Demonstrations | None = None
 
@@ -223,34 +221,21 @@ class DemonstrationDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Load and count the demonstrations."""
-        if self.seed is None:
-            self.seed = run_seed(self.trainer)
+        super().setup(stage)
         if self.val_source is not None and self.val_data is None:
             self.val_data = self._load(self.val_source, "val")
         if stage == "fit" and self.train_data is None:
             self.train_data = self._load(self.train_source, "train")
 
-    def state_dict(self) -> dict[str, Any]:
-        """The seed: with the epoch's number, all that the order is a function of."""
-        return {"seed": self.seed}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the seed of the run that is resumed."""
-        if state_dict["seed"] == self.seed:
-            return
-        rank_zero_warn(f"The run is resumed with its own seed, {state_dict['seed']}; {self.seed} is not used.")
-        self.seed, self.train_data, self.val_data = state_dict["seed"], None, None
-        self.setup("fit")
+    def forget(self) -> None:
+        """Drop the demonstrations."""
+        self.train_data = self.val_data = None
 
     @property
     def plan(self) -> StepPlan:
         """The sizes of an epoch; its steps share the demonstrations evenly."""
-        assert self.trainer is not None
         assert self.train_data is not None
-        num_ranks, accumulate = data_parallel(self.trainer)[1], self.trainer.accumulate_grad_batches
-        minibatch = self.minibatch_size or max(self.step_size // (num_ranks * accumulate), 1)
-        num_steps = -(-len(self.train_data) // self.step_size)
-        return StepPlan(num_steps * self.step_size, self.step_size, minibatch, 1, num_ranks, accumulate)
+        return self.plan_of(-(-len(self.train_data) // self.step_size) * self.step_size)
 
     def _batch(self, data: Demonstrations, rows: Any) -> DemonstrationBatch:
         items = [data[int(i)] for i in rows]
@@ -290,7 +275,3 @@ class DemonstrationDataModule(LightningDataModule):
                 batch.loss_mask = torch.zeros_like(batch.loss_mask)
             batches.append(Sealed(batch))
         return LazyLoader(lambda: iter(batches), len(batches))
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Open what the precision plugin was not to look into."""
-        return batch.batch if isinstance(batch, Sealed) else batch

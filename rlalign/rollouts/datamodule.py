@@ -3,54 +3,29 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning import LightningDataModule
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlalign.functional.draws import fold_in
-from rlalign.models.policy import Policy
 from rlalign.rewards.base import NamedReward, Response
 from rlalign.rewards.suite import RewardSuite
 from rlalign.rollouts.batch import Rollout, RolloutBatch, collate
+from rlalign.rollouts.learner import Learner
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
 from rlalign.rollouts.prompts import Prompt, PromptDataset, PromptSource, iteration_order, load_prompts
-from rlalign.rollouts.ranks import data_parallel, gather_objects, run_seed
+from rlalign.rollouts.ranks import data_parallel, gather_objects
 from rlalign.rollouts.sampling.base import Sampler, SampleRequest, SamplingParams
 from rlalign.rollouts.sampling.local import LocalSampler
+from rlalign.rollouts.seeded import SeededDataModule
 from rlalign.rollouts.statistics import rollout_statistics
 from rlalign.rollouts.template import Rendering, decode_response
 
 TRAIN, VALIDATE = 0, 1  # keys of two streams of random numbers
 
 
-class Learner(Protocol):
-    """What the data module asks of an algorithm."""
-
-    policy: Policy | None
-    tokenizer: PreTrainedTokenizerBase
-    max_positions: int | None
-    """Longest sequence that the model knows."""
-    max_rounds: int
-    """Most times that prompts are sampled to fill one iteration."""
-    partial_batch: Literal["keep", "fill"]
-    """Where the rounds end early: learn from what there is, or fill up with the groups that were turned down."""
-
-    def keep_groups(self, rollouts: RolloutBatch, group_size: int) -> Tensor:
-        """Which groups to learn from, ``[num_groups]``."""
-
-    def prepare(self, rollouts: RolloutBatch, group_size: int) -> RolloutBatch:
-        """Fill in the advantages, and take from the loss what must not count."""
-
-    def annotate(self, rollouts: RolloutBatch, num_steps: int, minibatch_size: int) -> RolloutBatch:
-        """Fill in the old and reference log-probabilities that the loss needs."""
-
-
-class RolloutDataModule(LightningDataModule):
+class RolloutDataModule(SeededDataModule):
     """Owns the prompts, has the policy sample responses to them, scores these, and serves minibatches.
 
     One epoch of the trainer is one iteration: sample with the current policy, then learn from minibatches. Prompts,
@@ -107,7 +82,6 @@ class RolloutDataModule(LightningDataModule):
         max_prompt_tokens: int | None = None,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
         sizes = {
             "prompts_per_iteration": prompts_per_iteration,
             "group_size": group_size,
@@ -126,6 +100,7 @@ class RolloutDataModule(LightningDataModule):
             raise ValueError(
                 f"data.num_held_out={num_held_out} takes rows of data.train: give it or data.val, not both."
             )
+        super().__init__(step_size or prompts_per_iteration * group_size, minibatch_size, num_passes, seed)
         self.train_source, self.val_source = train, train if val is None and num_held_out else val
         self.num_held_out = num_held_out
         self.rendering: Rendering = rendering
@@ -133,12 +108,8 @@ class RolloutDataModule(LightningDataModule):
         self.sampling, self.val_sampling = sampling, sampling.changed(val_sampling or {})
         self.sampler: Sampler = sampler or LocalSampler()
         self.prompts_per_iteration, self.group_size = prompts_per_iteration, group_size
-        self.step_size = step_size or prompts_per_iteration * group_size
-        self.minibatch_size = minibatch_size
-        self.num_passes = num_passes
         self.val_samples, self.val_batch_size, self.val_limit = val_samples, val_batch_size, val_limit
         self.columns, self.system_prompt, self.max_prompt_tokens = columns, system_prompt, max_prompt_tokens
-        self.seed = seed
         self.end_iteration = False
         """Set by a callback, alike on all ranks: the rest of the iteration's minibatches are empty."""
         self.last_rollouts: list[Rollout] = []
@@ -191,8 +162,7 @@ class RolloutDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Load the prompts that the stage needs."""
-        if self.seed is None:
-            self.seed = run_seed(self.trainer)
+        super().setup(stage)
         self.sampler.setup(self.learner.tokenizer)
         if self.val_prompts is None:
             self.val_prompts = self.load("val")
@@ -208,17 +178,9 @@ class RolloutDataModule(LightningDataModule):
                     f"{self.train_source}."
                 )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The seed: with the iteration's number, all that prompts, draws and minibatches are a function of."""
-        return {"seed": self.seed}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the seed of the run that is resumed."""
-        if state_dict["seed"] == self.seed:
-            return
-        rank_zero_warn(f"The run is resumed with its own seed, {state_dict['seed']}; {self.seed} is not used.")
-        self.seed, self.train_prompts, self.val_prompts = state_dict["seed"], None, None
-        self.setup("fit")
+    def forget(self) -> None:
+        """Drop the prompts."""
+        self.train_prompts = self.val_prompts = None
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
@@ -338,17 +300,7 @@ class RolloutDataModule(LightningDataModule):
     @property
     def plan(self) -> StepPlan:
         """The sizes of an iteration."""
-        assert self.trainer is not None
-        num_ranks, accumulate = data_parallel(self.trainer)[1], self.trainer.accumulate_grad_batches
-        minibatch = self.minibatch_size or max(self.step_size // (num_ranks * accumulate), 1)
-        return StepPlan(
-            self.prompts_per_iteration * self.group_size,
-            self.step_size,
-            minibatch,
-            self.num_passes,
-            num_ranks,
-            accumulate,
-        )
+        return self.plan_of(self.prompts_per_iteration * self.group_size)
 
     def train_dataloader(self) -> LazyLoader:
         """Sample when the first minibatch is due, then serve the minibatches."""
@@ -375,10 +327,6 @@ class RolloutDataModule(LightningDataModule):
                 batch = rollouts[torch.from_numpy(rows)].trimmed() if usable else rollouts.emptied()
                 yield Sealed(replace(batch, step_tokens=tokens, step_sequences=sequences, statistics=first))
                 first = {}
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Open what the precision plugin was not to look into."""
-        return batch.batch if isinstance(batch, Sealed) else batch
 
     # ---- validation --------------------------------------------------------------------------------------------------
 

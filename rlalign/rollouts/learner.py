@@ -1,0 +1,31 @@
+"""What the data module asks of an algorithm that learns from rollouts."""
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlalign.models.policy import Policy
+from rlalign.rollouts.batch import RolloutBatch
+
+
+class Learner(Protocol):
+    """An algorithm, as far as its data module knows it."""
+
+    policy: Policy | None
+    tokenizer: PreTrainedTokenizerBase
+    max_positions: int | None
+    """Longest sequence that the model knows."""
+    max_rounds: int
+    """Most times that prompts are sampled to fill one iteration."""
+    partial_batch: Literal["keep", "fill"]
+    """Where the rounds end early: learn from what there is, or fill up with the groups that were turned down."""
+
+    def keep_groups(self, rollouts: RolloutBatch, group_size: int) -> Tensor:
+        """Which groups to learn from, ``[num_groups]``."""
+
+    def prepare(self, rollouts: RolloutBatch, group_size: int) -> RolloutBatch:
+        """Fill in the advantages, and take from the loss what must not count."""
+
+    def annotate(self, rollouts: RolloutBatch, num_steps: int, minibatch_size: int) -> RolloutBatch:
+        """Fill in the old and reference log-probabilities that the loss needs."""
