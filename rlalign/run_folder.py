@@ -1,23 +1,75 @@
 """The folder of a run, and the table of its metrics."""
 
 import csv
+import fcntl
 import io
 import os
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 CONFIG, METRICS, SAMPLES, CHECKPOINTS = "config.yaml", "metrics.csv", "samples.jsonl", "checkpoints"
+LOCK = ".lock"
 
 
 def is_used(folder: Path) -> bool:
     """Whether a run in this folder got as far as a result; a run that never began leaves only its configuration."""
     return any((folder / name).exists() for name in (METRICS, SAMPLES, CHECKPOINTS))
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a run, if it is not there.
+
+    Raises:
+        OSError: If that is not possible, or nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOCK).touch()
+    except OSError as error:
+        raise OSError(
+            f"The run's folder {folder} cannot be written ({error.strerror}); choose another --run."
+        ) from error
+
+
+def claim(folder: Path) -> IO[str]:
+    """Make the folder of a run, and keep other processes out of it until :func:`release`, or the end of this one.
+
+    Raises:
+        FileExistsError: If another process has it.
+        OSError: If the folder cannot be made or written.
+    """
+    while True:
+        make_folder(folder)
+        file = (folder / LOCK).open("r+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = file.read().strip()
+            file.close()
+            raise FileExistsError(
+                f"{folder} is in use by a run that has not ended ({owner or 'just started'}); choose another --run."
+            ) from error
+        if os.fstat(file.fileno()).st_nlink:
+            break
+        file.close()  # the one before has cleared the folder away in between
+    file.truncate()
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return file
+
+
+def release(folder: Path, lock: IO[str]) -> None:
+    """Let others have the folder, and clear it away if nothing came of it."""
+    if [path.name for path in folder.iterdir()] == [LOCK]:
+        (folder / LOCK).unlink()
+        folder.rmdir()
+    lock.close()
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -106,7 +158,7 @@ class RunLogger(Logger):
         values, self._waiting = self._waiting | values, {}
         row = self._row
         same = row is not None and row["iteration"] == iteration
-        if row is None or not same or (not replace and any(row.get(k, v) != v for k, v in values.items())):
+        if row is None or not same or (not replace and any(_differ(row.get(k, v), v) for k, v in values.items())):
             self._row_start = self.path.stat().st_size if self.path.exists() else 0
             row = {"iteration": iteration, "step": step}
         changed = row | values | {"step": max(step, row["step"])}
@@ -155,3 +207,8 @@ class RunLogger(Logger):
             writer.writeheader()
         writer.writerows(rows)
         return out.getvalue()
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two values are not the same; NaN is the same as NaN."""
+    return bool(one != other and (one == one or other == other))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessException
 
 
 def _entry(rank: int, function: Callable[..., Any], world: int, port: int, args: tuple, results: Any) -> None:
@@ -65,7 +66,7 @@ def run_distributed(function: Callable[..., Any], *args: Any, world: int = 2, ti
             drain()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"Ranks are still running after {timeout} s.")
-    except mp.ProcessException as error:
+    except ProcessException as error:
         drain()
         raise RuntimeError("A rank died without a traceback.") from error
     finally:

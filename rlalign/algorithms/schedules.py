@@ -1,7 +1,7 @@
 """Learning-rate schedules, counted in optimizer steps."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -9,6 +9,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 class WarmupSchedule(LambdaLR):
     """A linear warm-up, then constant, or a cosine or a line down to a floor.
+
+    A resumed run takes from its checkpoint where it is on the way; the way itself is that of its configuration, and of
+    its length.
 
     Args:
         optimizer: Whose rate to move.
@@ -43,3 +46,13 @@ class WarmupSchedule(LambdaLR):
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         weight = 1 - progress if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.floor + (1 - self.floor) * weight
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the count of steps and the full rates; the shape stays as configured."""
+        own = {name: getattr(self, name) for name in ("warmup_steps", "shape", "floor", "total_steps")}
+        changed = any(state_dict.get(name) != value for name, value in own.items())
+        super().load_state_dict({**state_dict, **own})
+        if changed:  # the rate of the next step is set already, by the way of old
+            for group, rate in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+                group["lr"] = rate * self.factor(self.last_epoch)
+            self._last_lr = [group["lr"] for group in self.optimizer.param_groups]

@@ -11,6 +11,7 @@ from rlalign.callbacks.plots import CurvePlot
 from rlalign.callbacks.progress import IterationProgress
 from rlalign.callbacks.reward_monitor import RewardMonitor
 from rlalign.callbacks.samples import SampleTable
+from rlalign.callbacks.summary import RunSummary
 
 __all__ = [
     "AdaptiveKL",
@@ -24,5 +25,6 @@ __all__ = [
     "IterationProgress",
     "KLBand",
     "RewardMonitor",
+    "RunSummary",
     "SampleTable",
 ]

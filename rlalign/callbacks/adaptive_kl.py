@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from lightning import LightningModule, Trainer
 
-from rlalign.callbacks.coefficients import Controller, StepMean, finished_step, log_coefficient, synced_metrics
+from rlalign.callbacks.coefficients import Controller, StepMean, finished_step, finite_metric, log_coefficient
 from rlalign.callbacks.guard import rolled_back
 from rlalign.functional.controllers import multiplicative_kl_coef, proportional_kl_coef
 
@@ -110,13 +110,13 @@ class AdaptiveKL(Controller):
         """Act after an optimizer step, where that was asked for."""
         if self.every == "step" and finished_step(trainer, batch_idx):
             kl = self._step_mean(trainer)
-            if kl is not None:
+            if kl is not None and math.isfinite(kl):
                 self._move(pl_module, kl)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Act after an iteration, where that was asked for; not on one that was rolled back."""
         if self.every == "iteration" and not rolled_back(trainer):
-            kl = synced_metrics(trainer).get(str(self.monitor))
+            kl = finite_metric(trainer, str(self.monitor))
             if kl is not None:
                 self._move(pl_module, kl)
 

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from lightning import LightningModule, Trainer
 
+from rlalign.callbacks.coefficients import fresh_metrics
 from rlalign.callbacks.guard import Action, Actions, Check, Guard, as_actions
 
 
@@ -107,6 +108,6 @@ class Band(Guard):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the iteration, and act; say so, once, if there is nothing to judge by."""
         # Resuming at the very end of an iteration comes here without having trained.
-        if self._trained and trainer.current_epoch == 0 and self.monitor not in trainer.callback_metrics:
+        if self._trained and trainer.current_epoch == 0 and self.monitor not in fresh_metrics(trainer):
             self.say(trainer, f"'{self.monitor}' was not logged, so that {type(self).__name__} has nothing to watch.")
         super().on_train_epoch_end(trainer, pl_module)

@@ -4,8 +4,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from rlalign.callbacks.optimizer_settings import Settings, describe_differences, optimizer_settings
+from rlalign.callbacks.whole_iterations import (
+    has_finite_weights,
+    iteration_is_over,
+    refuse_partial_iterations,
+    restrain_checkpoints,
+    switch_off_requeue,
+)
 from rlalign.checkpoints import checkpoint_name, iterations_of, link_last, list_checkpoints, publish, remove
 
 
@@ -16,7 +25,8 @@ class IterationCheckpoint(Checkpoint):
     final name only once all of it is on the disk, so a kill at any moment leaves the one before.
 
     Inside an iteration nothing may be saved: on resuming, its rollouts would be sampled again, by a policy that has
-    already learned from them. Trainer settings and other checkpoint callbacks that would do so are refused.
+    already learned from them. Trainer settings and other checkpoint callbacks that would do so are refused, and an
+    iteration that is stopped before its end is not saved. Nor is a policy whose weights are not finite.
 
     Args:
         every: Iterations between checkpoints; the last iteration is always saved.
@@ -33,17 +43,32 @@ class IterationCheckpoint(Checkpoint):
         self.every, self.keep = every, keep
         self.folder = None if folder is None else Path(folder)
         self.last_good_path: str | None = None
+        self._settings: Settings = []
+        self._resumed_settings: Settings | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse settings that save inside an iteration."""
+        """Refuse settings that save inside an iteration, and take the last place among the callbacks."""
         if stage != "fit":
             return
         self.folder = self.folder or Path(trainer.default_root_dir) / "checkpoints"
-        refuse_saving_inside_iterations(trainer, self.folder)
+        refuse_partial_iterations(trainer)
+        restrain_checkpoints(trainer)
+        switch_off_requeue(trainer)
+        # What others still change at the end of an iteration belongs into the file.
+        others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note what the optimizers are configured with, before a checkpoint overrules it."""
+        self._settings = optimizer_settings(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the checkpoint that the run stands on, and clear away what a kill left half-written."""
         assert self.folder is not None
+        if self._resumed_settings is not None:
+            if differences := describe_differences(self._settings, self._resumed_settings):
+                rank_zero_warn(differences)
+            self._settings, self._resumed_settings = self._resumed_settings, None
         steps = trainer.num_training_batches // trainer.accumulate_grad_batches
         if trainer.max_steps > 0 and trainer.max_steps % max(int(steps), 1):
             raise ValueError(
@@ -57,19 +82,43 @@ class IterationCheckpoint(Checkpoint):
                 remove(leftover)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, if it is time."""
+        """Save, if it is time.
+
+        Raises:
+            RuntimeError: If the weights are not finite.
+        """
+        go_on = f"go on from {self.last_good_path or 'the start'}"
+        if not iteration_is_over(trainer):
+            batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+            rank_zero_warn(
+                f"Iteration {trainer.current_epoch} was stopped after {batches} of {trainer.num_training_batches} "
+                f"minibatches, so that nothing of it is saved; {go_on}."
+            )
+            return
+        if not has_finite_weights(pl_module):
+            raise RuntimeError(
+                f"Iteration {trainer.current_epoch} left weights that are not finite, so that nothing of it is saved. "
+                f"Lower the learning rate or clip the gradient (trainer.gradient_clip_val), and {go_on}."
+            )
         done = trainer.current_epoch + 1
         steps_over = 0 < trainer.max_steps <= trainer.global_step
         is_last = done == trainer.max_epochs or trainer.should_stop or steps_over
         if done % self.every and not is_last:
             return
         assert self.folder is not None
-        for (
-            logger
-        ) in trainer.loggers:  # before the checkpoint: a kill between the two must not lose the iteration's row
+        # Before the checkpoint: a kill between the two must not lose the iteration's row.
+        for logger in trainer.loggers:
             if record := getattr(logger, "record", None):
                 record(trainer._logger_connector.metrics["log"], trainer.current_epoch, trainer.global_step)
         self._save(trainer, self.folder / checkpoint_name(done))
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write down what the optimizers were configured with when the run began."""
+        checkpoint["optimizer_settings"] = self._settings
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take what the run was configured with, to compare."""
+        self._resumed_settings = checkpoint.get("optimizer_settings")
 
     def _save(self, trainer: Trainer, target: Path) -> None:
         temporary = target.with_name(f".{target.name}.tmp")
@@ -100,40 +149,3 @@ class IterationCheckpoint(Checkpoint):
         behind = [path for path in list_checkpoints(newest.parent) if (iterations_of(path) or 0) <= number]
         for path in behind[: -self.keep]:
             remove(path)
-
-
-def refuse_saving_inside_iterations(trainer: Trainer, folder: Path) -> None:
-    """Check the trainer's settings and its other checkpoint callbacks.
-
-    Raises:
-        ValueError: If one would save inside an iteration, or write another ``last.ckpt`` into ``folder``.
-    """
-    why = "which would save inside an iteration; its rollouts could not be made again. "
-    if trainer.val_check_interval != 1.0:
-        raise ValueError(
-            f"trainer.val_check_interval={trainer.val_check_interval} would validate inside an iteration; use "
-            "trainer.check_val_every_n_epoch, which counts iterations."
-        )
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, OnExceptionCheckpoint):
-            raise ValueError(f"OnExceptionCheckpoint is set, {why}Remove it: IterationCheckpoint survives exceptions.")
-        if isinstance(callback, ModelCheckpoint):
-            for setting, is_on in _model_checkpoint_settings(callback).items():
-                if is_on:
-                    raise ValueError(
-                        f"ModelCheckpoint has {setting}, {why}Use every_n_epochs, which counts iterations."
-                    )
-            callback._save_on_train_epoch_end = (
-                True  # where it was left open: saved with validation, it would be inside
-            )
-            if callback.save_last and Path(callback.dirpath or folder) == folder:
-                raise ValueError("ModelCheckpoint has save_last, but last.ckpt is IterationCheckpoint's; leave it out.")
-
-
-def _model_checkpoint_settings(callback: ModelCheckpoint) -> dict[str, Any]:
-    return {
-        "every_n_train_steps": callback._every_n_train_steps,
-        "train_time_interval": callback._train_time_interval,
-        "save_on_exception": callback.save_on_exception,
-        "save_on_train_epoch_end=false": callback._save_on_train_epoch_end is False,
-    }

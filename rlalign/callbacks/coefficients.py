@@ -1,5 +1,6 @@
 """What the callbacks that move a coefficient of the module share."""
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -8,9 +9,34 @@ from lightning import Callback, LightningModule, Trainer
 from rlalign.rollouts.ranks import broadcast_object, sum_over_ranks
 
 
+def validated(trainer: Trainer) -> bool:
+    """Whether the iteration that ends now was followed by validation."""
+    every = trainer.check_val_every_n_epoch or 1
+    return trainer.enable_validation and (trainer.current_epoch + 1) % every == 0
+
+
+def fresh_metrics(trainer: Trainer) -> dict[str, float]:
+    """What was logged in the iteration that ends now; ``trainer.callback_metrics`` keep what only earlier ones logged.
+
+    Lightning has no public access to that; a value that has been reset since is an earlier one.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    logged = {item.meta.name for item in loop._results.values() if not item.has_reset}
+    if validated(trainer):  # these are reset as soon as validation is over
+        logged |= {item.meta.name for item in loop.val_loop._results.values()}
+    names = {f"{name}{suffix}" for name in logged for suffix in ("", "_step", "_epoch")}
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name in names}
+
+
 def synced_metrics(trainer: Trainer) -> dict[str, float]:
     """The iteration's metrics, those of rank 0 on every rank, so that no two ranks decide differently."""
-    return broadcast_object({name: float(value) for name, value in trainer.callback_metrics.items()})
+    return broadcast_object(fresh_metrics(trainer))
+
+
+def finite_metric(trainer: Trainer, name: str) -> float | None:
+    """A metric of the iteration, alike on all ranks; ``None`` if it was not logged or is no finite number."""
+    value = synced_metrics(trainer).get(name)
+    return value if value is not None and math.isfinite(value) else None
 
 
 def finished_step(trainer: Trainer, batch_idx: int) -> bool:

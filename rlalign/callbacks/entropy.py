@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from lightning import LightningModule, Trainer
 
-from rlalign.callbacks.coefficients import Controller, log_coefficient, synced_metrics
+from rlalign.callbacks.coefficients import Controller, finite_metric, log_coefficient
 from rlalign.callbacks.guard import rolled_back
 from rlalign.functional.controllers import Shape, entropy_target_coef, schedule_value
 
@@ -103,7 +103,7 @@ class EntropyTarget(Controller):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Move the coefficient; not on an iteration that was rolled back."""
-        entropy = synced_metrics(trainer).get(self.monitor)
+        entropy = finite_metric(trainer, self.monitor)
         if entropy is None or rolled_back(trainer):
             return
         self.coef = entropy_target_coef(self.coef, entropy, self.target, self.delta, self.min_coef, self.max_coef)

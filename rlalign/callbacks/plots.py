@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning import Callback, LightningModule, Trainer
 
+from rlalign.callbacks.coefficients import fresh_metrics
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -71,13 +73,9 @@ class CurvePlot(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the iteration's values."""
         wanted = {name for metrics in self.panels.values() for name in metrics}
-        validated = (
-            trainer.enable_validation and (trainer.current_epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0
-        )
-        for name in sorted(wanted & set(trainer.callback_metrics)):
-            if validated or not name.startswith("val/"):
-                value = [float(trainer.current_epoch), float(trainer.callback_metrics[name])]
-                self.history.setdefault(name, []).append(value)
+        values = fresh_metrics(trainer)
+        for name in sorted(wanted & values.keys()):
+            self.history.setdefault(name, []).append([float(trainer.current_epoch), values[name]])
         if trainer.is_global_zero and self.every and (trainer.current_epoch + 1) % self.every == 0:
             self._draw(trainer)
 

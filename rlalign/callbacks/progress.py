@@ -9,6 +9,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from rlalign.callbacks.coefficients import fresh_metrics
+
 SHOWN = {
     "reward": "rollout/reward",
     "pass@1": "rollout/pass@1",
@@ -39,7 +41,6 @@ class IterationProgress(ProgressBar):
         self.progress: Progress | None = None
         self.task: Any = None
         self.is_on = True
-        self.validated = -1  # the iteration that last was
 
     def disable(self) -> None:
         """Show nothing: the trainer calls this on all ranks but the first."""
@@ -84,10 +85,6 @@ class IterationProgress(ProgressBar):
         if self.progress is not None:
             self.progress.update(self.task, phase="validating")
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that this iteration has new figures of validation."""
-        self.validated = trainer.current_epoch
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the iteration's line."""
         self.print(self.line(trainer))
@@ -103,11 +100,10 @@ class IterationProgress(ProgressBar):
     def line(self, trainer: Trainer) -> str:
         """What is printed of the iteration that has just ended."""
         parts = [self._count(trainer)]
+        values = fresh_metrics(trainer)
         for label, name in self.shown.items():
-            value = trainer.callback_metrics.get(name)
-            is_old = name.startswith("val/") and self.validated != trainer.current_epoch
-            if value is not None and not is_old:
-                number = float(value)
+            number = values.get(name)
+            if number is not None:
                 parts.append(f"{label} {number:.0f}" if abs(number) >= 100 else f"{label} {number:.3g}")
         done = trainer.current_epoch + 1 - self.first
         left = (trainer.max_epochs or 0) - trainer.current_epoch - 1

@@ -8,6 +8,9 @@ from lightning import LightningModule, Trainer
 
 from rlalign.callbacks.coefficients import Controller
 
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+"""What a parameter group may keep of its learning rate; ``OneCycleLR`` keeps the ends of its way there."""
+
 
 def newest_checkpoint(trainer: Trainer) -> str | None:
     """Path of the newest complete checkpoint that a checkpoint callback of the trainer keeps, if there is one."""
@@ -32,7 +35,7 @@ def roll_back(trainer: Trainer, pl_module: LightningModule, path: str, lr_factor
     pl_module.on_load_checkpoint(checkpoint)
     trainer.strategy.load_model_state_dict(checkpoint, strict=pl_module.strict_loading)
     rates: list[list[dict[str, Any]]] = [
-        [{k: group[k] for k in ("lr", "initial_lr") if k in group} for group in optimizer.param_groups]
+        [{k: group[k] for k in RATES if k in group} for group in optimizer.param_groups]
         for optimizer in trainer.optimizers
     ]
     trainer.strategy.load_optimizer_state_dict(checkpoint)
@@ -55,12 +58,12 @@ def scale_rate(trainer: Trainer, factor: float) -> None:
     """Multiply the learning rate, now and in what the schedules make of it later; a checkpoint keeps it so."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
-            for name in ("lr", "initial_lr"):
+            for name in RATES:
                 if name in group:
                     group[name] = group[name] * factor
     for config in trainer.lr_scheduler_configs:
         for scheduler in _parts(config.scheduler):
-            for name in ("base_lrs", "_last_lr"):
+            for name in ("base_lrs", "max_lrs", "_last_lr"):
                 if hasattr(scheduler, name):
                     setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
 

@@ -4,27 +4,23 @@ import json
 import os
 import signal
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import yaml
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import rlalign.cli.classes  # noqa: F401  lets configs name classes without their path
 from rlalign.algorithms.base import PolicyModule
 from rlalign.callbacks.checkpoint import IterationCheckpoint
 from rlalign.callbacks.progress import IterationProgress
-from rlalign.checkpoints import LAST, is_whole, newest_whole
+from rlalign.callbacks.whole_iterations import refuse_partial_iterations
 from rlalign.cli.errors import Parser, sentences
-from rlalign.run_folder import CHECKPOINTS, CONFIG, RunLogger, is_used, write_atomically
-
-RUNS = Path("runs")
-RUN_VARIABLE = "RLALIGN_RUN"
-"""Tells the processes that a strategy launches which run they belong to."""
+from rlalign.cli.folders import choose_checkpoint, choose_folder, is_launched, refuse_other_run
+from rlalign.rollouts.ranks import gather_objects
+from rlalign.run_folder import CONFIG, RunLogger, claim, make_folder, release, write_atomically
 
 
 class SaveConfig(SaveConfigCallback):
@@ -34,10 +30,21 @@ class SaveConfig(SaveConfigCallback):
         """Write it."""
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        text = self.parser.dump(self.config, skip_none=False)
+        text = self.parser.dump(reusable(self.config, folder), skip_unset=False)
         write_atomically(folder / CONFIG, text)
         for logger in trainer.loggers:
             logger.log_hyperparams(yaml.safe_load(text))
+
+
+def reusable(config: Any, folder: Path) -> Any:
+    """A configuration without what is of one run only: its name, the checkpoint it went on from, its folder."""
+    config = config.clone()
+    for name in ("run", "ckpt_path"):
+        config.pop(name, None)
+    for logger in logger_configs(config.trainer.logger):
+        if logger.get("init_args", {}).get("save_dir") == str(folder):
+            logger.init_args.save_dir = "."
+    return config
 
 
 class ExitOnSigterm(Callback):
@@ -64,10 +71,20 @@ class TrainerCLI(LightningCLI):
 
     writes = True
     """Whether fit leaves something in the folder."""
+    lock: IO[str] | None = None
+    """Held while this process trains in the folder."""
 
     def __init__(self, args: Sequence[str]) -> None:
         options = {"allow_abbrev": False}
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        try:
+            self._run(args, options)
+        finally:
+            if self.lock is not None:
+                release(self.folder, self.lock)
+
+    def _run(self, args: Sequence[str], options: dict[str, Any]) -> None:
+        """Parse, build, and run the command: LightningCLI does all of it when it is made."""
         super().__init__(
             PolicyModule,
             LightningDataModule,
@@ -106,14 +123,25 @@ class TrainerCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Settle the folder and the checkpoint, before anything costs time."""
-        self.folder = choose_folder(self.options, starts_run=self.subcommand == "fit" and self.writes)
+        self.folder = choose_folder(self.options)
         for logger in logger_configs(self.options.trainer.logger):
             if "save_dir" in logger.get("init_args", {}) and logger.init_args.save_dir in (None, "."):
                 logger.init_args.save_dir = str(self.folder)
         if self.options.weights_only is None:
             self.options.weights_only = True  # a checkpoint of ours is tensors and plain values: nothing in it may run
+        trains = self.subcommand == "fit" and self.writes and not is_launched()
+        if trains and (self.options.ckpt_path is None or self.folder.is_dir()):
+            self._claim()
         if self.options.ckpt_path is not None:
             self.options.ckpt_path = str(choose_checkpoint(self.options.ckpt_path, self.folder))
+        if trains and self.lock is None:
+            self._claim()
+        if self.subcommand == "predict" and not is_launched():
+            make_folder(self.folder)
+
+    def _claim(self) -> None:
+        self.lock = claim(self.folder)
+        refuse_other_run(self.folder, self.options.ckpt_path)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Point everything that writes at the folder, and add what no run should be without."""
@@ -133,7 +161,10 @@ class TrainerCLI(LightningCLI):
             kwargs["enable_checkpointing"] = False
             callbacks[:] = [c for c in callbacks if not isinstance(c, IterationCheckpoint)]
             self.save_config_callback = None
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        if fits:
+            refuse_partial_iterations(trainer)
+        return trainer
 
     def _loggers(self, given: Any) -> list[Any] | bool:
         """The CSV file, always, when training; and what the configuration asks for."""
@@ -143,9 +174,11 @@ class TrainerCLI(LightningCLI):
         return loggers or False
 
     def predict(self, **kwargs: Any) -> None:
-        """Write the responses to ``predictions.jsonl``."""
+        """Write the responses, those of all ranks, to ``predictions.jsonl``."""
         batches: list[Any] = self.trainer.predict(**kwargs) or []
-        write_predictions(self.folder / "predictions.jsonl", [r for batch in batches for r in batch])
+        rollouts = gather_rollouts(self.trainer, [r for batch in batches for r in batch])
+        if self.trainer.is_global_zero:
+            write_predictions(self.folder / "predictions.jsonl", rollouts)
 
 
 def logger_configs(given: Any) -> list[Any]:
@@ -158,61 +191,18 @@ def has(objects: list[Any], kind: type) -> bool:
     return any(isinstance(each, kind) for each in objects)
 
 
-def choose_folder(options: Any, starts_run: bool) -> Path:
-    """The folder of the run: named, that of the checkpoint it goes on from, or new by configuration and date.
+def gather_rollouts(trainer: Trainer, rollouts: list[Any]) -> list[Any]:
+    """The rollouts of all ranks, once each, in the order of prompts and samples.
 
     Raises:
-        FileExistsError: If a run is to start in a folder that has one already.
-        ValueError: If there is no way to tell which run.
+        RuntimeError: If the other ranks have ended already, and theirs are lost.
     """
-    checkpoint = options.ckpt_path
-    is_launched = getattr(rank_zero_only, "rank", 0) != 0
-    if options.trainer.default_root_dir is not None:
-        raise ValueError("trainer.default_root_dir is the folder of the run; choose it by --run NAME.")
-    if options.run is not None:
-        folder = Path(options.run) if "/" in options.run else RUNS / options.run
-    elif is_launched and (inherited := os.environ.get(RUN_VARIABLE)):
-        return Path(inherited)
-    elif checkpoint is not None and checkpoint != "last" and Path(checkpoint).parent.name == CHECKPOINTS:
-        folder = Path(checkpoint).parent.parent
-    elif checkpoint == "last":
-        known = sorted(path.parent.name for path in RUNS.glob(f"*/{CHECKPOINTS}"))
-        raise ValueError(
-            f"--ckpt_path=last of which run? Give --run NAME; in runs/ there are: {', '.join(known) or 'none'}."
-        )
-    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("Processes that were launched together need a name for their run: give --run NAME.")
-    else:
-        configs = [Path(str(path)).stem for path in options.config or []]
-        # Two runs may start within a second: agents of a sweep do, and theirs have names.
-        own = os.environ.get("WANDB_RUN_ID") or f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
-        folder = RUNS / f"{configs[-1] if configs else 'run'}-{own}"
-    if starts_run and checkpoint is None and not is_launched and is_used(folder):
-        raise FileExistsError(f"{folder} holds a run: continue it with --ckpt_path=last, or choose another --run NAME.")
-    os.environ[RUN_VARIABLE] = str(folder)
-    return folder
-
-
-def choose_checkpoint(wanted: str, folder: Path) -> Path | str:
-    """The checkpoint to load.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is damaged.
-    """
-    path = folder / CHECKPOINTS / LAST if wanted == "last" else Path(wanted)
-    if path.name == LAST and path.parent.is_dir():
-        found = newest_whole(path.parent)
-        if found is not None:
-            return found
-    if not path.exists():
-        raise FileNotFoundError(
-            f"--ckpt_path={wanted}: there is no checkpoint {path}. To start from the beginning, leave --ckpt_path out "
-            "and use a new --run NAME."
-        )
-    if not is_whole(path):
-        raise ValueError(f"--ckpt_path={wanted}: {path} is damaged; --ckpt_path=last takes the newest that is whole.")
-    return path
+    parts = gather_objects(rollouts)
+    if len(parts) < trainer.world_size:
+        raise RuntimeError("predict needs processes that last: use trainer.strategy=ddp, or trainer.devices=1.")
+    # Ranks that hold parts of one layer have the same ones.
+    found = {(r.prompt_index, r.sample_index): r for part in parts for r in part}
+    return [found[key] for key in sorted(found)]
 
 
 def write_predictions(path: Path, rollouts: Sequence[Any]) -> None:
