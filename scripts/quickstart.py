@@ -4,7 +4,8 @@ import shutil
 import time
 from pathlib import Path
 
-from rlalign.cli.trainer import RUNS, TrainerCLI
+from rlalign.cli.folders import RUNS
+from rlalign.cli.trainer import TrainerCLI
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = "quickstart"

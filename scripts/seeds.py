@@ -11,7 +11,8 @@ import shutil
 import statistics
 from pathlib import Path
 
-from rlalign.cli.trainer import RUNS, TrainerCLI
+from rlalign.cli.folders import RUNS
+from rlalign.cli.trainer import TrainerCLI
 
 
 def pass_at_1(*arguments: str) -> float:

@@ -17,7 +17,8 @@ from pathlib import Path
 from smollm2 import bring
 
 from rlalign.cli.export import export
-from rlalign.cli.trainer import RUNS, TrainerCLI
+from rlalign.cli.folders import RUNS
+from rlalign.cli.trainer import TrainerCLI
 from rlalign.run_folder import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
