@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlalign.data.formats import Columns, recognise
+from rlalign.data.formats import Columns, field_names, recognise
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
 from rlalign.rollouts.prompts import PromptSource, parse_source
 from rlalign.rollouts.ranks import data_parallel
@@ -155,7 +155,8 @@ class DemonstrationDataModule(SeededDataModule):
     """Serves demonstrations in optimizer steps of a fixed number of them; an epoch is a pass over the data.
 
     Args:
-        train: Demonstrations: a JSONL or Parquet file, a folder or hub name of ``datasets``, or a source of prompts.
+        train: Demonstrations: a JSONL, CSV or Parquet file, a folder or hub name of ``datasets``, or a source of
+        prompts.
             Where a source draws its rows, those that ``val`` has, too, are dropped and counted.
         val: Held-out demonstrations.
         num_held_out: Without ``val``, rows of ``train`` to hold out.
@@ -210,8 +211,7 @@ class DemonstrationDataModule(SeededDataModule):
         rows = source.rows(split, self.num_held_out, self.seed or 0)
         if not len(rows):
             raise ValueError(f"{source} has no rows.")
-        names = getattr(rows, "column_names", None) or list(rows[0])
-        columns = recognise(names, self.columns, need=("prompt", "response"))
+        columns = recognise(field_names(rows), self.columns, need=("prompt", "response"))
         exclude = self.val_data if split == "train" and source.distinct else None
         options = (self.max_tokens, self.system_prompt, self.rendering, exclude)
         data = Demonstrations(rows, columns, self.tokenizer, *options)

@@ -32,7 +32,7 @@ class RolloutDataModule(SeededDataModule):
     sampling and minibatches are functions of seed, iteration and item alone.
 
     Args:
-        train: Prompts to learn from: a JSONL or Parquet file, a folder or hub name of ``datasets``, or a source.
+        train: Prompts to learn from: a JSONL, CSV or Parquet file, a folder or hub name of ``datasets``, or a source.
         val: Held-out prompts.
         rewards: By name, callables ``reward(example, response) -> float | None``.
         reward_weights: By name; 1 where not given.
@@ -273,9 +273,12 @@ class RolloutDataModule(SeededDataModule):
         if missing > 0 and learner.partial_batch == "fill":
             kept = kept + refused[:missing]
         if all(rollout.reward is None for rollout in sampled):
+            reasons = {k: v for of_rank in gather_objects(self.rewards.first_errors) for k, v in of_rank.items()}
+            raised = "".join(f" '{name}' raised: {reason}." for name, reason in reasons.items())
             raise ValueError(
                 f"Rewards ({', '.join(self.rewards.rewards)}): none of the {len(sampled)} responses of iteration "
-                f"{iteration} got a number, only None, NaN or infinity. Check the rewards with `rlalign check`."
+                f"{iteration} got a number, only None, NaN, infinity or an exception.{raised} Check the rewards with "
+                "`rlalign check`."
             )
         self.last_rollouts = sampled
         rollouts = self._collate(kept[: wanted * size] or refused[:size])

@@ -553,3 +553,11 @@ def test_a_checkpoint_with_a_reference_serves_a_run_without_and_vice_versa(tiny_
             start = Policy(PolicyConfig(tiny_model))
             for a, b in zip(other.policy.reference.parameters(), start.lm.parameters(), strict=True):
                 assert torch.equal(a, b)
+
+
+def test_rewards_that_always_fail_end_the_run_with_their_reason(tiny_model, prompts_file):
+    def broken(example: dict, response: str) -> float:
+        raise KeyError("gold")
+
+    with pytest.raises(ValueError, match="none of the 16 responses.*'broken' raised: .*gold"):
+        fit(tiny_model, prompts_file, rewards={"broken": broken})
