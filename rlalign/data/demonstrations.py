@@ -155,8 +155,7 @@ class DemonstrationDataModule(SeededDataModule):
     """Serves demonstrations in optimizer steps of a fixed number of them; an epoch is a pass over the data.
 
     Args:
-        train: Demonstrations: a JSONL, CSV or Parquet file, a folder or hub name of ``datasets``, or a source of
-        prompts.
+        train: Demonstrations: a JSONL, CSV or Parquet file, a folder or hub name of ``datasets``, or a source.
             Where a source draws its rows, those that ``val`` has, too, are dropped and counted.
         val: Held-out demonstrations.
         num_held_out: Without ``val``, rows of ``train`` to hold out.
