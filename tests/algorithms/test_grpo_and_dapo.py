@@ -559,5 +559,5 @@ def test_rewards_that_always_fail_end_the_run_with_their_reason(tiny_model, prom
     def broken(example: dict, response: str) -> float:
         raise KeyError("gold")
 
-    with pytest.raises(ValueError, match="none of the 16 responses.*'broken' raised: .*gold"):
+    with pytest.raises(ValueError, match=r"none of the 16 responses.*'broken' raised: .*gold"):
         fit(tiny_model, prompts_file, rewards={"broken": broken})

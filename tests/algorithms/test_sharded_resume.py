@@ -10,8 +10,9 @@ from strategies import make_strategy
 from rlalign.callbacks import IterationCheckpoint
 
 
-def train(strategy: str, model: str, prompts: str, folder: str, epochs: int, resume: bool, options: dict) ->
-torch.Tensor:
+def train(
+    strategy: str, model: str, prompts: str, folder: str, epochs: int, resume: bool, options: dict
+) -> torch.Tensor:
     settings = {
         "max_epochs": epochs,
         "devices": 2,
