@@ -1,8 +1,13 @@
 import csv
+import math
+import multiprocessing
+import os
+import signal
+from pathlib import Path
 
 import pytest
 
-from rlalign.run_folder import RunLogger
+from rlalign.run_folder import LOCK, RunLogger, claim, release
 
 
 def rows(folder):
@@ -82,3 +87,52 @@ def test_recording_writes_at_once_and_the_trainer_may_repeat_it(tmp_path):
     assert [(r["step"], r["a"]) for r in rows(tmp_path)] == [("3", "1.0")]
     log.log_metrics({"a": 1.0, "epoch": 0}, step=2)
     assert [(r["step"], r["a"], r["b"]) for r in rows(tmp_path)] == [("3", "1.0", "2.0")]
+
+
+def test_nan_is_the_same_as_nan(tmp_path):
+    log = RunLogger(tmp_path)
+    log.record({"a": math.nan, "b": 1.0}, iteration=0, step=1)
+    log.log_metrics({"a": math.nan, "b": 1.0, "epoch": 0}, step=1)
+    assert [(r["iteration"], r["a"], r["b"]) for r in rows(tmp_path)] == [("0", "nan", "1.0")]
+    log.log_metrics({"a": 2.0, "epoch": 0}, step=1)  # a number is another value than NaN
+    assert [r["a"] for r in rows(tmp_path)] == ["nan", "2.0"]
+
+
+# ---- one run a folder ------------------------------------------------------------------------------------------------
+
+
+def hold(folder, has_it):
+    lock = claim(folder)
+    has_it.set()
+    signal.pause()
+    lock.close()
+
+
+def test_a_folder_is_claimed_until_its_process_ends(tmp_path):
+    folder, fork = tmp_path / "runs" / "a", multiprocessing.get_context("fork")
+    has_it = fork.Event()
+    holder = fork.Process(target=hold, args=(folder, has_it), daemon=True)
+    holder.start()
+    has_it.wait(60)
+    with pytest.raises(FileExistsError, match=rf"runs/a is in use by a run .*\(process {holder.pid} on "):
+        claim(folder)
+    holder.kill()
+    holder.join()
+    claim(folder).close()
+
+
+def test_releasing_clears_a_folder_in_which_nothing_came_to_be(tmp_path):
+    folder = tmp_path / "runs" / "a"
+    release(folder, claim(folder))
+    assert not folder.exists()
+    lock = claim(folder)
+    (folder / "config.yaml").touch()
+    release(folder, lock)
+    assert sorted(os.listdir(folder)) == [LOCK, "config.yaml"]
+    claim(folder).close()
+
+
+@pytest.mark.parametrize("name", ["/dev/null/x", "/proc/none/x"])
+def test_a_folder_that_cannot_be_made_is_named(name):
+    with pytest.raises(OSError, match=f"{name} cannot be written"):
+        claim(Path(name))

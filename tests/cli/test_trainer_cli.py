@@ -1,15 +1,18 @@
 import csv
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from distributed import run_distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlalign.cli.trainer  # noqa: F401  before any test captures what its loggers write to
 from rlalign.cli import main
 from rlalign.cli.trainer import TrainerCLI
+from rlalign.run_folder import claim
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ["--config", str(ROOT / "configs/base.yaml"), "--config", str(ROOT / "configs/grpo.yaml")]
@@ -40,6 +43,7 @@ def test_folder_of_a_run(tmp_path, capsys):
     assert main(["fit", *ONE, "--run", "first"]) == 0
     folder = tmp_path / "runs" / "first"
     assert sorted(path.name for path in folder.iterdir()) == [
+        ".lock",
         "checkpoints",
         "config.yaml",
         "curves.png",
@@ -161,3 +165,89 @@ def test_export_says_what_is_wrong(tmp_path, capsys):
     assert "cannot be read as a checkpoint" in refused(capsys, "export", "text.ckpt", "out")
     main(["fit", *ONE, "--run=a"])
     assert "trained without LoRA" in refused(capsys, "export", "runs/a", "out", "--adapter")
+
+
+# ---- one run a folder ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_does_not_go_on_in_the_folder_of_another(capsys):
+    main(["fit", *ONE, "--run=a"])
+    main(["fit", *ONE, "--run=b"])
+    before = Path("runs/b/metrics.csv").read_text()
+    checkpoint = "--ckpt_path=runs/a/checkpoints/iteration=00001.ckpt"
+    assert "runs/b holds another run" in refused(capsys, "fit", *TWO, "--run=b", checkpoint)
+    assert Path("runs/b/metrics.csv").read_text() == before
+    main(["fit", *TWO, "--run=c", checkpoint])  # a new folder is free
+    assert [row["iteration"] for row in rows("runs/c")] == ["1"]
+    main(["fit", *TWO, "--run=a", checkpoint])
+    assert [row["iteration"] for row in rows("runs/a")] == ["0", "1"]
+
+
+def test_a_folder_in_use_is_refused_to_start_and_to_resume(capsys, tmp_path):
+    lock = claim(tmp_path / "runs/a")
+    assert "runs/a is in use by a run" in refused(capsys, "fit", *ONE, "--run=a")
+    lock.close()
+    main(["fit", *ONE, "--run=a"])
+    lock = claim(tmp_path / "runs/a")
+    assert "runs/a is in use by a run" in refused(capsys, "fit", *TWO, "--run=a", "--ckpt_path=last")
+    lock.close()
+
+
+def test_what_fails_before_it_begins_leaves_no_folder(capsys, tmp_path):
+    assert "no config.json" in refused(capsys, "fit", *ONE, "--run=a", "--model.policy.model=./no/model")
+    assert "there is no checkpoint" in refused(capsys, "fit", *ONE, "--run=b", "--ckpt_path=last")
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--run="], "--run='' is no name"),
+        (["--run=.."], "--run='..' is no name"),
+        (["--run=/dev/null/x"], "/dev/null/x cannot be written (Not a directory)"),
+        (["--run=a", "--trainer.fast_dev_run=true"], "trainer.fast_dev_run"),
+        (["--run=a", "--trainer.limit_train_batches=3"], "trainer.limit_train_batches=3"),
+    ],
+)
+def test_a_sentence_says_what_cannot_be(arguments, expected, capsys):
+    error = refused(capsys, "fit", *ONE, *arguments)
+    assert expected in error
+    assert "Traceback" not in error
+
+
+def test_predictions_into_a_folder_that_cannot_be_are_refused_before_sampling(capsys):
+    assert "/dev/null/x cannot be written" in refused(capsys, "predict", *ONE, "--run=/dev/null/x")
+
+
+def test_the_configuration_of_a_resumed_run_starts_another_from_the_beginning(tmp_path):
+    (tmp_path / "loggers.yaml").write_text(
+        "trainer:\n  logger:\n    - {class_path: TensorBoardLogger, init_args: {save_dir: .}}\n"
+    )
+    main(["fit", *ONE, "--config=loggers.yaml", "--run=a"])
+    main(["fit", *TWO, "--config=loggers.yaml", "--run=a", "--ckpt_path=last"])
+    config = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    assert not {"run", "ckpt_path"} & config.keys()
+    before = sorted(Path("runs/a").rglob("*"))
+    main(["fit", "--config=runs/a/config.yaml", "--run=fresh"])
+    assert [row["iteration"] for row in rows("runs/fresh")] == ["0", "1"]
+    assert list(Path("runs/fresh").rglob("events.out.tfevents*"))
+    assert sorted(Path("runs/a").rglob("*")) == before
+
+
+# ---- two ranks -------------------------------------------------------------------------------------------------------
+
+
+def predict_in(rank, folder):
+    os.chdir(folder)
+    held_out = ["--data.val_limit=5", "--data.val_samples=2", "--data.val_batch_size=2"]
+    main(["predict", *ONE, *held_out, "--run=two", "--trainer.devices=2", "--trainer.strategy=ddp"])
+
+
+def test_predictions_are_those_of_all_ranks(tmp_path):
+    run_distributed(predict_in, str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "runs/two/predictions.jsonl").read_text().splitlines()]
+    expected = [(prompt, sample) for prompt in range(5) for sample in range(2)]
+    assert [(line["prompt_index"], line["sample_index"]) for line in lines] == expected
+    main(["predict", *ONE, "--data.val_limit=5", "--data.val_samples=2", "--data.val_batch_size=2", "--run=one"])
+    alone = [json.loads(line) for line in Path("runs/one/predictions.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in lines] == [line["text"] for line in alone]
