@@ -14,12 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from smollm2 import bring
-
 from rlalign.cli.export import export
 from rlalign.cli.folders import RUNS
 from rlalign.cli.trainer import TrainerCLI
 from rlalign.run_folder import METRICS
+from smollm2 import bring
 
 ROOT = Path(__file__).resolve().parents[1]
 START, TUNED = Path("build/smollm2"), Path("build/smollm2-sft")

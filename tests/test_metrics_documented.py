@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from lightning import seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
-from runs import make_run, make_trainer
 
 from rlalign.algorithms.dapo import DAPO
 from rlalign.algorithms.grpo import GRPO
@@ -15,6 +14,7 @@ from rlalign.algorithms.sft import SFT
 from rlalign.callbacks import AdaptiveKL, EntropySchedule, GradNormBand, KLBand, RewardMonitor, SampleTable
 from rlalign.data.demonstrations import DemonstrationDataModule
 from rlalign.models.policy import PolicyConfig
+from runs import make_run, make_trainer
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `((?:train|rollout|val|perf)/[^`]+)` \|(.*)\|$", re.MULTILINE)

@@ -3,9 +3,9 @@ import inspect
 
 import pytest
 import torch
-from distributed import run_distributed
 from lightning import Callback
 
+from distributed import run_distributed
 from rlalign.algorithms.dapo import DAPO
 from rlalign.algorithms.grpo import GRPO
 from rlalign.algorithms.schedules import WarmupSchedule

@@ -5,9 +5,9 @@ from dataclasses import replace
 import lightning
 import pytest
 import torch
-from distributed import run_distributed
 
 import rlalign.rollouts.datamodule as datamodule_file
+from distributed import run_distributed
 from rlalign.algorithms.dapo import DAPO
 from rlalign.algorithms.grpo import GRPO
 from rlalign.models.policy import Policy, PolicyConfig

@@ -4,13 +4,13 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
-from distributed import run_distributed
-from runs import make_trainer, sgd
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distributed import run_distributed
 from rlalign.algorithms.sft import SFT
 from rlalign.data.demonstrations import DemonstrationDataModule, collate_demonstrations, pack
 from rlalign.models.policy import PolicyConfig
+from runs import make_trainer, sgd
 
 
 @pytest.fixture

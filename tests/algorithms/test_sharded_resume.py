@@ -3,11 +3,11 @@ folders."""
 
 import pytest
 import torch
+
 from distributed import run_distributed
+from rlalign.callbacks import IterationCheckpoint
 from runs import make_run
 from strategies import make_strategy
-
-from rlalign.callbacks import IterationCheckpoint
 
 
 def train(

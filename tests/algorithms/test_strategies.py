@@ -3,14 +3,14 @@
 import lightning
 import pytest
 import torch
-from distributed import run_distributed
-from strategies import make_strategy
 from test_invariance_of_training import length_reward
 
+from distributed import run_distributed
 from rlalign.algorithms.grpo import GRPO
 from rlalign.models.policy import Policy, PolicyConfig
 from rlalign.rollouts.datamodule import RolloutDataModule
 from rlalign.rollouts.sampling.base import SamplingParams
+from strategies import make_strategy
 
 
 def fit(

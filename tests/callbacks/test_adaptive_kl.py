@@ -1,8 +1,8 @@
 import pytest
-from distributed import run_distributed
-from short_runs import Feed, Record, checkpoint, run
 
+from distributed import run_distributed
 from rlalign.callbacks import AdaptiveKL
+from short_runs import Feed, Record, checkpoint, run
 
 
 def kl_coef(trainer, module):

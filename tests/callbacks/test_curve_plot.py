@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning import Callback
 from matplotlib.image import imread
-from short_runs import Feed, checkpoint, run
 
 from rlalign.callbacks import (
     AdaptiveKL,
@@ -19,6 +18,7 @@ from rlalign.callbacks import (
     SampleTable,
 )
 from rlalign.callbacks.plots import draw_curves
+from short_runs import Feed, checkpoint, run
 
 
 @pytest.fixture

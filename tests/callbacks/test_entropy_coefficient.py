@@ -1,7 +1,7 @@
 import pytest
-from short_runs import Feed, Record, checkpoint, run
 
 from rlalign.callbacks import EntropySchedule, EntropyTarget
+from short_runs import Feed, Record, checkpoint, run
 
 
 def coefficient(trainer, module):

@@ -6,11 +6,11 @@ import lightning
 import pytest
 import torch
 from lightning import Callback
-from short_runs import Record, run
 
 from rlalign.callbacks import AdaptiveKL, CurvePlot, EntropyTarget, GradNormBand, IterationProgress
 from rlalign.callbacks.coefficients import fresh_metrics
 from rlalign.callbacks.rollback import scale_rate
+from short_runs import Record, run
 
 
 class FeedSome(Callback):

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from distributed import run_distributed
-from short_runs import Feed, Record, checkpoint, run, weights
 
+from distributed import run_distributed
 from rlalign.callbacks import GradNormBand, KLBand
+from short_runs import Feed, Record, checkpoint, run, weights
 
 
 def rate(trainer, module):

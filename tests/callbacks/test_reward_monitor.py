@@ -1,7 +1,7 @@
 import pytest
-from short_runs import checkpoint, run
 
 from rlalign.callbacks import RewardMonitor
+from short_runs import checkpoint, run
 
 FINE = {
     "rollout/zero_std_share": 0.2,

@@ -4,13 +4,13 @@ import math
 import lightning
 import pytest
 import torch
-from distributed import run_distributed
 from lightning import Callback
-from short_runs import Feed, Record, checkpoint, run, weights, weights_in
-from strategies import make_strategy
 
+from distributed import run_distributed
 from rlalign.callbacks import AdaptiveKL, EntropyTarget, GradNormBand, IterationCheckpoint, KLBand, RewardMonitor
 from rlalign.callbacks.rollback import newest_checkpoint, scale_rate
+from short_runs import Feed, Record, checkpoint, run, weights, weights_in
+from strategies import make_strategy
 
 GOOD, BAD = 1.0, 9.0
 

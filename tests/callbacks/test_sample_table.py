@@ -2,13 +2,13 @@ import json
 from pathlib import Path
 
 import pytest
-from distributed import run_distributed
 from lightning import Callback
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from short_runs import checkpoint, run
 
+from distributed import run_distributed
 from rlalign.callbacks import SampleTable
 from rlalign.callbacks.samples import keep_rows_before
+from short_runs import checkpoint, run
 
 
 def read(folder):

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from distributed import run_distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlalign.cli.trainer  # noqa: F401  before any test captures what its loggers write to
+from distributed import run_distributed
 from rlalign.cli import main
 from rlalign.cli.trainer import TrainerCLI
 from rlalign.run_folder import claim

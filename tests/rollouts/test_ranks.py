@@ -2,8 +2,8 @@ import os
 
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
 
+from distributed import run_distributed
 from rlalign.rollouts.ranks import broadcast_object, gather_objects, sum_over_ranks
 
 
