@@ -1,5 +1,6 @@
 """What every algorithm shares: a policy, an optimizer, and, where it learns from rollouts, how these are scored."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -22,6 +23,9 @@ from rlalign.models.policy import Policy, PolicyConfig, locate_model
 from rlalign.models.scoring import TokenScores
 from rlalign.rollouts.batch import RolloutBatch
 from rlalign.rollouts.ranks import data_parallel, gather_objects, run_seed, sum_over_ranks
+
+# Policies are in evaluation mode, in training too, so that scoring is without dropout: Lightning need not worry.
+warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode at the start of training.*")
 
 
 def default_optimizer(parameters: Any) -> Optimizer:

@@ -49,7 +49,7 @@ class Band(Guard):
         if low is None and high is None:
             raise ValueError(f"{name}: give at least one of low and high.")
         if low is not None and high is not None and not low < high:
-            raise ValueError(f"{name}: low must be below high, got {low} and {high}.")
+            raise ValueError(f"{name}: low must be below high, got {low} and {high} (null switches either off).")
         if min(patience_low, patience_high) < 1 or not end_factor >= 1:
             raise ValueError(
                 f"{name}: expected patience_low, patience_high and end_factor of at least 1, got {patience_low}, "

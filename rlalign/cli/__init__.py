@@ -17,6 +17,9 @@ COMMANDS = {
 }
 """Command -> where its ``main(argv)`` is, and what it does."""
 
+OTHER_WORDS = {"train": "fit", "run": "fit", "eval": "validate", "evaluate": "validate", "generate": "predict"}
+"""What others call a command."""
+
 
 def usage() -> str:
     """The overview that ``rlalign --help`` prints."""
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlalign {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        near = difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.0)[0]
+        near = OTHER_WORDS.get(argv[0]) or difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.0)[0]
         print(f"rlalign: there is no command '{argv[0]}'; did you mean '{near}'? See rlalign --help.", file=sys.stderr)
         return 2
     module, function = COMMANDS[argv[0]][0].split(":")

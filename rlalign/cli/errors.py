@@ -67,7 +67,8 @@ class Parser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
-        print(f"rlalign: error: {explain(message, list(parser._option_string_actions))}", file=sys.stderr)
+        told = explain(message, list(parser._option_string_actions)).replace("?.", "?")
+        print(f"rlalign: error: {told}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -79,6 +80,9 @@ def explain(message: str, options: Iterable[str]) -> str:
         options: The options there are, as ``--trainer.max_epochs``.
     """
     options = list(options)
+    if missing := re.search(r"arguments are required: (.+)", message):
+        names = missing.group(1).strip()
+        return f"missing: {names}. configs/base.yaml has them: --config configs/base.yaml --config configs/grpo.yaml."
     if match := re.search(r"unrecognized arguments: (\S+)", message):
         classes = re.findall(r"Problem with given class_path '(\S+)'", message)
         if classes:

@@ -1,9 +1,11 @@
 """The commands that need a trainer: fit, validate, test, predict."""
 
+import difflib
 import json
 import os
 import signal
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn
@@ -17,8 +19,10 @@ from rlalign.algorithms.base import PolicyModule
 from rlalign.callbacks.checkpoint import IterationCheckpoint
 from rlalign.callbacks.progress import IterationProgress
 from rlalign.callbacks.whole_iterations import refuse_partial_iterations
+from rlalign.checkpoints import iterations_of
 from rlalign.cli.errors import Parser, sentences
 from rlalign.cli.folders import choose_checkpoint, choose_folder, is_launched, refuse_other_run
+from rlalign.cli.output import Farewell, be_quiet, changes
 from rlalign.rollouts.ranks import gather_objects
 from rlalign.run_folder import CONFIG, RunLogger, claim, make_folder, release, write_atomically
 
@@ -31,6 +35,9 @@ class SaveConfig(SaveConfigCallback):
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(reusable(self.config, folder), skip_unset=False)
+        if (folder / CONFIG).exists():
+            for line in changes(yaml.safe_load((folder / CONFIG).read_text()), yaml.safe_load(text)):
+                print(f"changed since the run began: {line}")
         write_atomically(folder / CONFIG, text)
         for logger in trainer.loggers:
             logger.log_hyperparams(yaml.safe_load(text))
@@ -77,6 +84,8 @@ class TrainerCLI(LightningCLI):
     def __init__(self, args: Sequence[str]) -> None:
         options = {"allow_abbrev": False}
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        be_quiet()
+        refuse_missing_configs(args)
         try:
             self._run(args, options)
         finally:
@@ -134,6 +143,12 @@ class TrainerCLI(LightningCLI):
             self._claim()
         if self.options.ckpt_path is not None:
             self.options.ckpt_path = str(choose_checkpoint(self.options.ckpt_path, self.folder))
+            done, wanted = iterations_of(Path(self.options.ckpt_path)) or 0, self.options.trainer.max_epochs
+            if trains and wanted is not None and 0 <= wanted < done:
+                raise ValueError(
+                    f"The checkpoint is of a run after {done} iterations, and trainer.max_epochs is {wanted}: raise it "
+                    "to go on."
+                )
         if trains and self.lock is None:
             self._claim()
         if self.subcommand == "predict" and not is_launched():
@@ -155,7 +170,7 @@ class TrainerCLI(LightningCLI):
         elif not has(callbacks, IterationProgress):
             callbacks.append(IterationProgress())
         if fits:
-            callbacks.append(ExitOnSigterm())
+            callbacks += [ExitOnSigterm(), Farewell()]
         kwargs |= {"default_root_dir": str(self.folder), "callbacks": callbacks, "logger": self._loggers(given.logger)}
         if not fits:
             kwargs["enable_checkpointing"] = False
@@ -179,6 +194,21 @@ class TrainerCLI(LightningCLI):
         rollouts = gather_rollouts(self.trainer, [r for batch in batches for r in batch])
         if self.trainer.is_global_zero:
             write_predictions(self.folder / "predictions.jsonl", rollouts)
+
+
+def refuse_missing_configs(args: Sequence[str]) -> None:
+    """Check that the files given by ``--config`` are there.
+
+    Raises:
+        FileNotFoundError: If one is not; the message names the nearest in ``configs``.
+    """
+    given = [b for a, b in pairwise(args) if a in ("--config", "-c")]
+    given += [a.removeprefix("--config=") for a in args if a.startswith("--config=")]
+    for name in given:
+        if not Path(name).is_file():
+            known = [str(path) for path in Path("configs").rglob("*.yaml")]
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            raise FileNotFoundError(f"--config: there is no file {name}{f'; did you mean {near[0]}?' if near else '.'}")
 
 
 def logger_configs(given: Any) -> list[Any]:

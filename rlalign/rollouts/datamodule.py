@@ -223,7 +223,7 @@ class RolloutDataModule(SeededDataModule):
                 truncated=response.truncated,
                 text=str(response),
                 prefill=response.prefill,
-                reward=scores.total[i],
+                reward=None if (total := scores.total[i]) is None else float(total),
                 correct=scores.correct[i],
                 components={name: values[i] for name, values in scores.components.items()},
             )

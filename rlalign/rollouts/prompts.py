@@ -166,7 +166,7 @@ def _keep(
         if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
             dropped[f"longer than {max_prompt_tokens} tokens"] += 1
         elif ids in excluded:
-            dropped["among the excluded ones"] += 1
+            dropped["that are held out"] += 1
         elif ids in seen:
             dropped["seen before"] += 1
         else:

@@ -349,7 +349,7 @@ def test_excluded_prompts_are_dropped_and_counted(tokenizer, write):
     val = load_prompts(write({"prompt": "p2"}, {"prompt": "new"}, name="val.jsonl"), tokenizer, split="val")
     prompts = load_prompts(train, tokenizer, exclude=val)
     assert [prompts[i].example["prompt"] for i in range(3)] == ["p0", "p1", "p3"]
-    assert prompts.dropped == {"among the excluded ones": 1}
+    assert prompts.dropped == {"that are held out": 1}
 
 
 def test_limit_and_system_prompt_and_rendering(tokenizer, write):
@@ -382,7 +382,7 @@ def test_reasoning_gym_repeats_are_dropped_and_counted(tokenizer):
     val = load_prompts(ReasoningGym("chain_sum", size=20, config=digits), tokenizer, split="val")
     apart = load_prompts(ReasoningGym("chain_sum", size=400, config=digits), tokenizer, exclude=val)
     assert not {val[i].ids for i in range(len(val))} & {apart[i].ids for i in range(len(apart))}
-    assert apart.dropped["among the excluded ones"] > 0
+    assert apart.dropped["that are held out"] > 0
 
 
 def test_reasoning_gym_by_string_is_the_same_source():
