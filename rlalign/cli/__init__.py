@@ -1,6 +1,7 @@
 """The ``rlalign`` command; what a subcommand needs is imported when it is called."""
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = OTHER_WORDS.get(argv[0]) or difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.0)[0]
         print(f"rlalign: there is no command '{argv[0]}'; did you mean '{near}'? See rlalign --help.", file=sys.stderr)
         return 2
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # classes and rewards of one's own, by name, from the folder one works in
     module, function = COMMANDS[argv[0]][0].split(":")
     status: int = getattr(import_module(module), function)(argv)
     return status

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +34,12 @@ def test_version(capsys):
 def test_unknown_command_names_the_nearest(capsys):
     assert main(["fitt"]) == 2
     assert "did you mean 'fit'" in capsys.readouterr().err
+
+
+def test_the_folder_one_works_in_is_where_ones_own_classes_are(tmp_path):
+    (tmp_path / "my_method.py").write_text("from rlalign.algorithms.grpo import GRPO\n\nclass Mine(GRPO): pass\n")
+    command = [str(Path(sys.executable).parent / "rlalign"), "fit", "--model=my_method.Mine", "--data.train=x"]
+    done = subprocess.run(
+        [*command, "--data.rewards={}", "--print_config"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "class_path: my_method.Mine" in done.stdout, done.stderr
