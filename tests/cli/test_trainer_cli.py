@@ -116,7 +116,7 @@ def test_check_shows_a_prompt_and_its_rewards_and_writes_nothing(tmp_path, capsy
     assert not (tmp_path / "runs").exists()
 
 
-def test_tensorboard_and_wandb_write_into_the_run(tmp_path, monkeypatch):
+def test_tensorboard_and_wandb_write_into_the_run_kf93(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "loggers.yaml").write_text(
         "trainer:\n  logger:\n"
