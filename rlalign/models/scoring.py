@@ -135,8 +135,7 @@ def token_scores(
     else:
         output = model.base_model(input_ids=input_ids, use_cache=False, **placed)
         hidden = output.last_hidden_state[:, -num_tokens - 1 : -1]
-    keep = response_mask.bool()
-    any_token = keep.any()
+    any_token = (keep := response_mask.bool()).any()
     # With nothing to score, one position keeps every parameter in the graph, with gradient zero.
     picked = keep if any_token else _first_position(keep)
     states, targets = hidden[picked], input_ids[:, -num_tokens:][picked]
