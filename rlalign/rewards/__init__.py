@@ -1,6 +1,6 @@
 """Rewards: callables of an example and a response. Any function of your own works as well."""
 
-from rlalign.rewards.base import NamedReward, Response, Reward
+from rlalign.rewards.base import NamedReward, Response, Reward, Unavailable
 from rlalign.rewards.match import ExactMatch, NumericMatch
 from rlalign.rewards.overlong import SoftOverlong
 from rlalign.rewards.regex import FormatReward, RegexMatch
@@ -19,4 +19,5 @@ __all__ = [
     "RewardSuite",
     "Scores",
     "SoftOverlong",
+    "Unavailable",
 ]

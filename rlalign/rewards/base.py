@@ -29,6 +29,13 @@ class Response(str):
         return str(self), self.num_tokens, self.truncated, self.prefill
 
 
+class Unavailable(Exception):
+    """What judges could not be reached (no sandbox starts, the server is down): no fault of the response.
+
+    A reward raises it, or a batched one returns it in the place of a score. The sample is left out and counted.
+    """
+
+
 class Reward(Protocol):
     """``reward(example, response)``: a number, or ``None`` where none can be given (the sample leaves its group)."""
 
