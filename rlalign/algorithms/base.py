@@ -312,12 +312,13 @@ class RolloutModule(PolicyModule, ABC):
     def on_validation_start(self) -> None:
         """Fresh counts."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        self.val_metrics = validation_metrics(data.val_samples, data.rewards.answers).to(self.device)
+        compared = None if data.verifier is None else data.rewards.correct
+        self.val_metrics = validation_metrics(data.val_samples, data.rewards.answers, compared).to(self.device)
 
     def validation_step(self, indices: list[int], batch_idx: int) -> None:
         """Sample responses to held-out prompts and count the right ones."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        rollouts = data.sample_held_out(indices)
+        rollouts = data.verify(data.sample_held_out(indices))
         for start in range(0, len(rollouts), data.val_samples):
             self.val_metrics.update(rollouts[start : start + data.val_samples])
 

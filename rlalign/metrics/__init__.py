@@ -2,6 +2,7 @@
 
 from rlalign.metrics.responses import MajorityAtK, MeanLength, PassAtK, TruncationRate, UnscoredRate
 from rlalign.metrics.validation import ValidationMetrics, validation_metrics
+from rlalign.metrics.verifier import UnverifiedRate, VerifierGap, VerifierPass
 
 __all__ = [
     "MajorityAtK",
@@ -9,6 +10,9 @@ __all__ = [
     "PassAtK",
     "TruncationRate",
     "UnscoredRate",
+    "UnverifiedRate",
     "ValidationMetrics",
+    "VerifierGap",
+    "VerifierPass",
     "validation_metrics",
 ]

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from rlalign.functional.estimators import majority_correct, pass_at_k_each
 
 
-class _Mean(Metric):
+class Mean(Metric):
     """Sum over count; both are summed over ranks, so that it is no mean of means."""
 
     full_state_update = False
@@ -26,7 +26,8 @@ class _Mean(Metric):
         self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
-    def _add(self, values: Tensor) -> None:
+    def add(self, values: Tensor) -> None:
+        """Add values, any shape."""
         self.total += values.to(self.total).sum()
         self.count += values.numel()
 
@@ -35,7 +36,7 @@ class _Mean(Metric):
         return (self.total / self.count.clamp(min=1)).float()
 
 
-class PassAtK(_Mean):
+class PassAtK(Mean):
     """Chance that at least one of ``k`` responses is right, mean over prompts; ``pass@1`` is the mean over responses.
 
     Source: :func:`rlalign.functional.estimators.pass_at_k`.
@@ -60,10 +61,10 @@ class PassAtK(_Mean):
             correct: Which are right, ``[n]`` of one prompt or ``[P, n]``, bool.
         """
         right = torch.atleast_2d(correct).long().sum(-1)
-        self._add(pass_at_k_each(torch.full_like(right, correct.shape[-1]), right, self.k))
+        self.add(pass_at_k_each(torch.full_like(right, correct.shape[-1]), right, self.k))
 
 
-class MajorityAtK(_Mean):
+class MajorityAtK(Mean):
     """How often the commonest of ``k`` answers is right, mean over prompts; a tie counts by its share of right answers.
 
     Source: :func:`rlalign.functional.estimators.majority_correct`.
@@ -88,34 +89,34 @@ class MajorityAtK(_Mean):
             answers: What each answers, ``[n]``; ``None`` has no vote.
             correct: Which are right, ``[n]``, bool.
         """
-        self._add(torch.tensor([majority_correct(answers, correct.tolist(), self.k)], dtype=torch.float64))
+        self.add(torch.tensor([majority_correct(answers, correct.tolist(), self.k)], dtype=torch.float64))
 
 
-class MeanLength(_Mean):
+class MeanLength(Mean):
     """Tokens of a response, mean over responses."""
 
     higher_is_better = None
 
     def update(self, lengths: Tensor) -> None:
         """Add responses of these lengths, any shape."""
-        self._add(lengths)
+        self.add(lengths)
 
 
-class TruncationRate(_Mean):
+class TruncationRate(Mean):
     """Share of the responses that the length limit cut."""
 
     higher_is_better = False
 
     def update(self, truncated: Tensor) -> None:
         """Add responses, any shape, bool."""
-        self._add(truncated)
+        self.add(truncated)
 
 
-class UnscoredRate(_Mean):
+class UnscoredRate(Mean):
     """Share of the responses that a reward could not score; they count as wrong."""
 
     higher_is_better = False
 
     def update(self, unscored: Tensor) -> None:
         """Add responses, any shape, bool."""
-        self._add(unscored)
+        self.add(unscored)

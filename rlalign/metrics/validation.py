@@ -7,6 +7,7 @@ import torch
 from torchmetrics import MetricCollection
 
 from rlalign.metrics.responses import MajorityAtK, MeanLength, PassAtK, TruncationRate, UnscoredRate
+from rlalign.metrics.verifier import UnverifiedRate, VerifierGap, VerifierPass
 from rlalign.rewards.base import Response
 from rlalign.rollouts.batch import Rollout
 
@@ -20,9 +21,11 @@ class ValidationMetrics(MetricCollection):
         num_samples: Responses to each prompt, ``n``.
         read_answers: What responses answer, for the majority's vote; by default all of their text. The responses know
             their prefill.
+        compared: Name of the reward that tells right from wrong, where a second verifier is to be compared with it;
+            adds ``verifier_pass@1``, ``verifier_gap`` and ``verifier_unscored_share``.
     """
 
-    def __init__(self, num_samples: int, read_answers: ReadAnswers | None = None) -> None:
+    def __init__(self, num_samples: int, read_answers: ReadAnswers | None = None, compared: str | None = None) -> None:
         metrics: dict[str, Any] = {
             "pass@1": PassAtK(1),
             "length_mean": MeanLength(),
@@ -34,8 +37,15 @@ class ValidationMetrics(MetricCollection):
                 f"pass@{num_samples}": PassAtK(num_samples),
                 f"majority@{num_samples}": MajorityAtK(num_samples),
             }
+        if compared is not None:
+            metrics |= {
+                "verifier_pass@1": VerifierPass(),
+                "verifier_gap": VerifierGap(),
+                "verifier_unscored_share": UnverifiedRate(),
+            }
         # Without groups: those are found by comparing states, and means of different things may start out equal.
         super().__init__(metrics, compute_groups=False)
+        self.compared = compared
         self.read_answers = read_answers or (lambda texts: [text.strip() or None for text in texts])
 
     def update(self, rollouts: Sequence[Rollout]) -> None:  # type: ignore[override]
@@ -48,10 +58,24 @@ class ValidationMetrics(MetricCollection):
             lengths=torch.tensor([len(r.token_ids) for r in rollouts], device=device),
             truncated=torch.tensor([r.truncated for r in rollouts], device=device),
             unscored=torch.tensor([r.reward is None for r in rollouts], device=device),
-            answers=self.read_answers([Response(r.text, len(r.token_ids), r.truncated, r.prefill) for r in rollouts]),
+            answers=self.read_answers([r.response for r in rollouts]),
+            **self._comparison(rollouts, device),
         )
 
+    def _comparison(self, rollouts: Sequence[Rollout], device: torch.device) -> dict[str, torch.Tensor]:
+        """What the metrics of a second verifier are updated with."""
+        if self.compared is None:
+            return {}
+        pairs = [(r.correct, r.verified) for r in rollouts if r.components[self.compared] is not None]
+        return {
+            "verified": torch.tensor([r.verified for r in rollouts if r.verified is not None], device=device),
+            "differences": torch.tensor([int(a) - int(b) for a, b in pairs if b is not None], device=device),
+            "unverified": torch.tensor([r.verified is None for r in rollouts], device=device),
+        }
 
-def validation_metrics(num_samples: int, read_answers: ReadAnswers | None = None) -> ValidationMetrics:
+
+def validation_metrics(
+    num_samples: int, read_answers: ReadAnswers | None = None, compared: str | None = None
+) -> ValidationMetrics:
     """The metrics of validation, empty."""
-    return ValidationMetrics(num_samples, read_answers)
+    return ValidationMetrics(num_samples, read_answers, compared)

@@ -37,7 +37,17 @@ class Unavailable(Exception):
 
 
 class Reward(Protocol):
-    """``reward(example, response)``: a number, or ``None`` where none can be given (the sample leaves its group)."""
+    """``reward(example, response)``: a number, or ``None`` where none can be given (the sample leaves its group).
+
+    It may have these attributes:
+
+    - ``batched = True``: it takes lists of examples and of responses, and returns a list, in which an exception stands
+      for a score that was lost to it.
+    - ``columns``, a tuple: the columns that it reads, checked when the data are loaded.
+    - ``counts``, a ``Counter``: running totals of what is worth knowing (time-outs, say); the increase of an iteration
+      is logged as ``rollout/reward/NAME_COUNT``.
+    - ``answer(response)``, a method: what a response answers, ``None`` if nothing; for the votes of a majority.
+    """
 
     def __call__(self, example: dict[str, Any], response: str) -> float | None:
         """Score one response to one example (a row of the data, every column of it)."""

@@ -1,18 +1,17 @@
 """Several rewards as one."""
 
-import difflib
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlalign.rewards.base import Response
+from rlalign.rewards.base import Response, Unavailable
+from rlalign.rewards.composition import OPEN, Composition, Normalization, Score
 
 log = logging.getLogger(__name__)
-
-Score = float | None
 
 
 @dataclass
@@ -20,27 +19,50 @@ class Scores:
     """What a suite says of ``N`` responses.
 
     Attributes:
-        components: Each reward by name, ``[N]``, before weighting; ``None`` where it could not be computed.
-        total: Weighted sum, ``[N]``; ``None`` where a reward of non-zero weight could not be computed.
+        components: Each reward by name, ``[N]``, as it was computed; ``None`` where it could not be.
+        total: Gated, clipped, weighted and summed, not normalised, ``[N]``; ``None`` where a reward of non-zero weight
+            could not be computed.
         correct: Whether the reward that tells right from wrong is at least 0.5, ``[N]``.
-        errors: ``NAME/none``, ``NAME/not_finite`` and ``NAME/exception`` -> how many scores were lost to it.
+        unavailable: Where the total, or what tells right from wrong, is missing because what judges could not be
+            reached, ``[N]``.
+        errors: ``NAME/none``, ``NAME/not_finite``, ``NAME/exception`` and ``NAME/unavailable`` -> how many scores were
+            lost to it.
     """
 
     components: dict[str, list[Score]]
     total: list[Score]
     correct: list[bool]
+    unavailable: list[bool]
     errors: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass
+class Tally:
+    """What scoring was like over several calls.
+
+    Attributes:
+        seconds: Each reward by name -> time spent in it.
+        counts: ``NAME_COUNT`` -> by how much what the reward NAME counts in its ``counts`` has grown.
+        unavailable: Each reward that could not reach what judges -> why, the last time, in one line.
+        errors: Each reward that ever raised -> the first exception, in one line.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
 class RewardSuite:
-    """Several rewards, weighted and summed.
+    """Several rewards, put together by a :class:`~rlalign.rewards.composition.Composition`.
 
     A reward is ``reward(example, response) -> float | None``; one with the attribute ``batched = True`` takes lists of
     both and returns a list. Where one gives ``None``, a number that is not finite, or raises, that response has no
     total. If a batched one raises, it is called again with one response at a time, so that only those are lost on which
-    it raises alone.
+    it raises alone; unless it says that what judges is :class:`~rlalign.rewards.base.Unavailable`.
 
     Attributes:
+        composition: How the scores become one number.
         first_errors: Name -> the first exception that this reward raised, in one line; it was logged with its
             traceback. Later ones are counted, and a warning comes when every response of 2, 4, 8, ... calls in a row is
             lost to them.
@@ -48,10 +70,13 @@ class RewardSuite:
     Args:
         rewards: Name -> reward.
         weights: Name -> weight, 1 where not given. A reward of weight 0 is computed and reported only.
-        correct: Name of the reward that tells right from wrong; the first by default.
+        correct: Name of the reward that tells right from wrong, by its own score, gated or not; the first by default.
+        gates: See :class:`~rlalign.rewards.composition.Composition`, as for ``ranges`` and ``normalization``.
+        ranges: See there.
+        normalization: See there.
 
     Raises:
-        ValueError: If there is no reward, or a name in ``weights`` or ``correct`` is unknown.
+        ValueError: If there is no reward, a name is unknown, or a setting of the composition is not usable.
     """
 
     def __init__(
@@ -59,18 +84,18 @@ class RewardSuite:
         rewards: Mapping[str, Callable[..., Any]],
         weights: Mapping[str, float] | None = None,
         correct: str | None = None,
+        gates: Mapping[str, str | Sequence[str]] | None = None,
+        ranges: Mapping[str, Sequence[float]] | None = None,
+        normalization: Mapping[str, Normalization] | None = None,
     ) -> None:
         if not rewards:
             raise ValueError("A suite needs at least one reward.")
         self.rewards = dict(rewards)
-        for name in weights or {}:
-            self._check_name(name, "weights")
-        self.weights = {name: float((weights or {}).get(name, 1.0)) for name in self.rewards}
-        if not all(map(math.isfinite, self.weights.values())):
-            raise ValueError(f"Reward weights must be finite, got {self.weights}.")
+        self.composition = Composition(self.rewards, weights, gates, ranges, normalization)
         self.correct = next(iter(self.rewards)) if correct is None else correct
-        self._check_name(self.correct, "correct")
+        self.composition.check_name(self.correct, "correct")
         self.first_errors: dict[str, str] = {}
+        self._tally = Tally()
         self._lost_calls: Counter[str] = Counter()
 
     def __call__(self, examples: Sequence[dict[str, Any]], responses: Sequence[Response]) -> Scores:
@@ -82,15 +107,22 @@ class RewardSuite:
         if len(examples) != len(responses):
             raise ValueError(f"There are {len(examples)} examples and {len(responses)} responses; they must pair up.")
         errors: Counter[str] = Counter()
-        components = {name: self._score(name, examples, responses, errors) for name in self.rewards}
-        weighted = {name: weight for name, weight in self.weights.items() if weight}
-        total: list[Score] = []
-        for i in range(len(responses)):
-            scores = {name: components[name][i] for name in weighted}
-            lost = any(score is None for score in scores.values())
-            total.append(None if lost else sum(weighted[name] * score for name, score in scores.items() if score))
-        correct = [score is not None and score >= 0.5 for score in components[self.correct]]
-        return Scores(components, total, correct, errors)
+        values = {name: self._timed(name, examples, responses) for name in self.rewards}
+        components = {name: self._scores(name, values[name], errors) for name in self.rewards}
+        total = self.composition.totals(components)
+        correct = [score is not None and score >= OPEN for score in components[self.correct]]
+        unavailable = [
+            isinstance(values[self.correct][i], Unavailable)
+            or (total[i] is None and any(isinstance(of_reward[i], Unavailable) for of_reward in values.values()))
+            for i in range(len(responses))
+        ]
+        return Scores(components, total, correct, unavailable, errors)
+
+    def take_tally(self) -> Tally:
+        """What scoring was like since this was last asked."""
+        tally, self._tally = self._tally, Tally()
+        tally.errors = dict(self.first_errors)
+        return tally
 
     def answers(self, responses: Iterable[str]) -> list[str | None]:
         """What each response answers, read by the ``answer`` method of the reward named ``correct``; else its text."""
@@ -111,14 +143,26 @@ class RewardSuite:
                         f"{', '.join(column_names)}. Name it in columns, or give the reward another key."
                     )
 
-    def _score(
-        self, name: str, examples: Sequence[dict[str, Any]], responses: Sequence[Response], errors: Counter[str]
-    ) -> list[Score]:
-        """One reward of every response; what is lost is counted in ``errors``."""
+    def _timed(self, name: str, examples: Sequence[dict[str, Any]], responses: Sequence[Response]) -> list[Any]:
+        """What a reward gives each response; the tally has how long it took and what it counted."""
+        before = dict(getattr(self.rewards[name], "counts", ()))
+        started = time.perf_counter()
         values = self._values(name, examples, responses)
+        tally = self._tally
+        tally.seconds[name] = tally.seconds.get(name, 0.0) + time.perf_counter() - started
+        for what, count in dict(getattr(self.rewards[name], "counts", ())).items():
+            key = f"{name}_{what}"
+            tally.counts[key] = tally.counts.get(key, 0) + count - before.get(what, 0)
+        return values
+
+    def _scores(self, name: str, values: Sequence[Score | Exception], errors: Counter[str]) -> list[Score]:
+        """The scores among what a reward gave; what is lost is counted in ``errors``."""
         scores: list[Score] = []
         for value in values:
-            if isinstance(value, Exception):
+            if isinstance(value, Unavailable):
+                errors[f"{name}/unavailable"] += 1
+                self._tally.unavailable[name] = _in_one_line(value)
+            elif isinstance(value, Exception):
                 errors[f"{name}/exception"] += 1
             elif value is None or not math.isfinite(value):
                 errors[f"{name}/none" if value is None else f"{name}/not_finite"] += 1
@@ -139,8 +183,8 @@ class RewardSuite:
             return [_attempt(lambda e, r: _as_number(reward(e, r)), *pair) for pair in pairs]
         together = _attempt(lambda: list(reward(list(examples), list(responses))))
         if isinstance(together, Exception):
-            if len(pairs) == 1:
-                return [together]
+            if len(pairs) == 1 or isinstance(together, Unavailable):
+                return [together] * len(pairs)
             return [value for example, response in pairs for value in self._values(name, [example], [response])]
         if len(together) != len(responses):
             raise ValueError(
@@ -157,18 +201,13 @@ class RewardSuite:
             return
         where = f"Reward '{name}' ({_qualified_name(self.rewards[name])})"
         if name not in self.first_errors:
-            self.first_errors[name] = " ".join(f"{type(failures[0]).__name__}: {failures[0]}".split())
+            self.first_errors[name] = f"{type(failures[0]).__name__}: {_in_one_line(failures[0])}"
             log.warning("%s raised; the sample is left out, later ones are counted.", where, exc_info=failures[0])
         if len(failures) == num_responses:
             self._lost_calls[name] += 1
             calls = self._lost_calls[name]
             if calls >= 2 and calls & (calls - 1) == 0:
                 log.warning("%s raised on every response of %d calls in a row, last %r.", where, calls, failures[-1])
-
-    def _check_name(self, name: str, where: str) -> None:
-        if name not in self.rewards:
-            near = difflib.get_close_matches(name, self.rewards, n=1, cutoff=0)[0]
-            raise ValueError(f"{where}: there is no reward '{name}'; did you mean '{near}'?")
 
 
 def _attempt(compute: Callable[..., Any], *arguments: Any) -> Any:
@@ -182,12 +221,16 @@ def _attempt(compute: Callable[..., Any], *arguments: Any) -> Any:
         return error
 
 
-def _as_number(value: Any) -> Score:
-    if value is None:
-        return None
+def _as_number(value: Any) -> Score | Exception:
+    if value is None or isinstance(value, Exception):
+        return value
     if isinstance(value, str):
         raise TypeError(f"a reward must be a number or None, got the string '{value[:50]}'")
     return float(value)
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _qualified_name(reward: Any) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlalign.rewards.base import Response
+
 
 @dataclass(slots=True)
 class RolloutBatch:
@@ -32,7 +34,7 @@ class RolloutBatch:
     truncated: Tensor
     """True where the response was cut by the length limit, ``[B]``."""
     rewards: Tensor
-    """Weighted sum of the rewards, ``[B]``, float32; 0 where not ``valid``."""
+    """What the rewards add up to, ``[B]``, float32; 0 where not ``valid``."""
     valid: Tensor
     """False where a reward could not be computed: the row takes no part in statistics or loss, ``[B]``."""
     correct: Tensor
@@ -40,7 +42,7 @@ class RolloutBatch:
     kept: Tensor
     """False on the rows of groups that were turned down and only fill up the iteration, ``[B]``."""
     components: dict[str, Tensor] = field(default_factory=dict)
-    """Each reward by name before weighting, ``[B]``, NaN where it was not computed."""
+    """Each reward by name as it was computed, ``[B]``, NaN where it was not."""
     sampler_logprobs: Tensor | None = None
     """Of the response tokens, as the sampler computed them, ``[B, T]``."""
     old_logprobs: Tensor | None = None
@@ -121,9 +123,19 @@ class Rollout:
     prefill: str
     """What the prompt had already put into the mouth of the assistant."""
     reward: float | None
-    """Weighted sum; ``None`` where a reward could not be computed."""
+    """What the rewards add up to; ``None`` where one could not be computed."""
     correct: bool
     components: dict[str, float | None]
+    """Each reward by name, as it was computed."""
+    unavailable: bool = False
+    """Whether it could not be judged because what judges could not be reached."""
+    verified: bool | None = None
+    """Whether a second verifier calls it right; ``None`` if there is none, or it could not tell."""
+
+    @property
+    def response(self) -> Response:
+        """The text, as rewards take it."""
+        return Response(self.text, len(self.token_ids), self.truncated, self.prefill)
 
 
 def _pad(rows: Sequence[Tensor], width: int, left: bool, fill: float) -> Tensor:

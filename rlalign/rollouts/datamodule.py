@@ -7,20 +7,24 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from rlalign.functional.draws import fold_in
-from rlalign.rewards.base import NamedReward, Response
-from rlalign.rewards.suite import RewardSuite
+from rlalign.rewards.base import NamedReward
+from rlalign.rewards.composition import Normalization
+from rlalign.rewards.suite import RewardSuite, Tally
 from rlalign.rollouts.batch import Rollout, RolloutBatch, collate
+from rlalign.rollouts.curriculum import Curriculum, EveryPromptOnce
 from rlalign.rollouts.learner import Learner
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
-from rlalign.rollouts.prompts import Prompt, PromptDataset, PromptSource, iteration_order, load_prompts
+from rlalign.rollouts.prompts import Prompt, PromptDataset, PromptSource, load_prompts
 from rlalign.rollouts.ranks import data_parallel, gather_objects
 from rlalign.rollouts.sampling.base import Sampler, SampleRequest, SamplingParams
 from rlalign.rollouts.sampling.local import LocalSampler
+from rlalign.rollouts.scoring import refuse_unscored, score, verify, with_totals
 from rlalign.rollouts.seeded import SeededDataModule
-from rlalign.rollouts.statistics import rollout_statistics
-from rlalign.rollouts.template import Rendering, decode_response
+from rlalign.rollouts.statistics import composition_statistics, pass_rates, rollout_statistics, scoring_statistics
+from rlalign.rollouts.template import Rendering
 
 TRAIN, VALIDATE = 0, 1  # keys of two streams of random numbers
 
@@ -35,8 +39,19 @@ class RolloutDataModule(SeededDataModule):
         train: Prompts to learn from: a JSONL, CSV or Parquet file, a folder or hub name of ``datasets``, or a source.
         val: Held-out prompts.
         rewards: By name, callables ``reward(example, response) -> float | None``.
-        reward_weights: By name; 1 where not given.
-        correct: Name of the reward that tells right from wrong (right: at least 0.5); the first one by default.
+        reward_weights: By name; 1 where not given. Rewards are gated, clipped, normalised, weighted and summed, in this
+            order: see :class:`~rlalign.rewards.composition.Composition`.
+        reward_gates: By name, the reward or rewards that must be at least 0.5 for this one to count: ``{accuracy:
+            format}``.
+        reward_ranges: By name, the lowest and the highest value that counts: ``{length: [-1, 1]}``.
+        reward_normalization: By name, ``group`` or ``batch``: over the prompt's responses or all of a round of
+            sampling, on all ranks. What is learned from is normalised, held-out rewards are not.
+        correct: Name of the reward that tells right from wrong (right: its own score is at least 0.5); the first one by
+            default.
+        max_unavailable_share: Stop an iteration of which a larger share could not be judged because what judges (a
+            server, a sandbox) was unavailable.
+        val_verifier: A second reward, for held-out responses only: how often it agrees tells whether the first one is
+            being gamed (``val/verifier_gap``).
         sampling: How responses are drawn; ``max_new_tokens`` bounds them.
         val_sampling: What is different in validation, ``{temperature: 0.6}``, say.
         sampler: What draws them.
@@ -54,6 +69,7 @@ class RolloutDataModule(SeededDataModule):
         rendering: How a prompt that is plain text is shown to the model: through its chat template if it has one
             (``auto``), always (``chat``) or never (``plain``).
         max_prompt_tokens: Longer prompts are dropped, and counted.
+        curriculum: Which prompts an iteration takes; without one, every prompt once before any twice.
         seed: Of prompts, sampling and minibatches; ``seed_everything`` by default.
     """
 
@@ -63,7 +79,12 @@ class RolloutDataModule(SeededDataModule):
         rewards: dict[str, NamedReward | Callable[..., Any]],
         val: str | PromptSource | None = None,
         reward_weights: dict[str, float] | None = None,
+        reward_gates: dict[str, str | list[str]] | None = None,
+        reward_ranges: dict[str, tuple[float, float]] | None = None,
+        reward_normalization: dict[str, Normalization] | None = None,
         correct: str | None = None,
+        max_unavailable_share: float = 0.1,
+        val_verifier: NamedReward | Callable[..., Any] | None = None,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (never changed)
         val_sampling: dict[str, Any] | None = None,
         sampler: Sampler | None = None,
@@ -80,6 +101,7 @@ class RolloutDataModule(SeededDataModule):
         system_prompt: str | None = None,
         rendering: Rendering = "auto",
         max_prompt_tokens: int | None = None,
+        curriculum: Curriculum | None = None,
         seed: int | None = None,
     ) -> None:
         sizes = {
@@ -104,7 +126,12 @@ class RolloutDataModule(SeededDataModule):
         self.train_source, self.val_source = train, train if val is None and num_held_out else val
         self.num_held_out = num_held_out
         self.rendering: Rendering = rendering
-        self.rewards = RewardSuite(rewards, reward_weights, correct)
+        if not 0 <= max_unavailable_share <= 1:
+            raise ValueError(f"data.max_unavailable_share must be in [0, 1], got {max_unavailable_share}.")
+        self.rewards = RewardSuite(rewards, reward_weights, correct, reward_gates, reward_ranges, reward_normalization)
+        self.max_unavailable_share = max_unavailable_share
+        self.curriculum = curriculum or EveryPromptOnce()
+        self.verifier = None if val_verifier is None else RewardSuite({"val_verifier": val_verifier})
         self.sampling, self.val_sampling = sampling, sampling.changed(val_sampling or {})
         self.sampler: Sampler = sampler or LocalSampler()
         self.prompts_per_iteration, self.group_size = prompts_per_iteration, group_size
@@ -145,6 +172,8 @@ class RolloutDataModule(SeededDataModule):
             exclude=self.val_prompts if split == "train" else None,
         )
         self.rewards.check_columns(prompts.column_names)
+        if split == "val" and self.verifier is not None:
+            self.verifier.check_columns(prompts.column_names)
         return prompts
 
     def _longest_prompt(self, split: Literal["train", "val"]) -> int | None:
@@ -177,10 +206,30 @@ class RolloutDataModule(SeededDataModule):
                     f"data.prompts_per_iteration={self.prompts_per_iteration} is more than the {available} prompts of "
                     f"{self.train_source}."
                 )
+            assert self.train_prompts is not None
+            assert self.seed is not None
+            self.curriculum.start(self.train_prompts.column, available, self.prompts_per_iteration, self.seed)
 
     def forget(self) -> None:
         """Drop the prompts."""
         self.train_prompts = self.val_prompts = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seed, and what the curriculum has observed."""
+        return super().state_dict() | {"curriculum": {type(self.curriculum).__name__: self.curriculum.state_dict()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the seed of the run that is resumed, and with what its curriculum has observed."""
+        super().load_state_dict(state_dict)
+        kind, known = type(self.curriculum).__name__, state_dict.get("curriculum", {})
+        if self.train_prompts is None:  # nothing is trained
+            return
+        if kind in known:
+            self.curriculum.load_state_dict(known[kind])
+        elif self.curriculum.state_dict():
+            rank_zero_warn(
+                f"The run is resumed with another curriculum than it had: {kind} starts without observations."
+            )
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
@@ -203,34 +252,7 @@ class RolloutDataModule(SeededDataModule):
             completions = self.sampler.sample(requests, params)
         if not prompts:  # a rank without a share takes part in the sampling, for the sake of sharded weights
             return []
-        responses = [
-            Response(
-                decode_response(learner.tokenizer, c.token_ids),
-                num_tokens=len(c.token_ids),
-                truncated=c.finish_reason == "length",
-                prefill=prompt.prefill,
-            )
-            for c, (prompt, _) in zip(completions, prompts, strict=True)
-        ]
-        scores = self.rewards([prompt.example for prompt, _ in prompts], responses)
-        return [
-            Rollout(
-                prompt_index=prompt.index,
-                sample_index=sample,
-                prompt_ids=torch.tensor(prompt.ids, dtype=torch.int32),
-                token_ids=torch.tensor(completion.token_ids, dtype=torch.int32),
-                logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
-                truncated=response.truncated,
-                text=str(response),
-                prefill=response.prefill,
-                reward=None if (total := scores.total[i]) is None else float(total),
-                correct=scores.correct[i],
-                components={name: values[i] for name, values in scores.components.items()},
-            )
-            for i, ((prompt, sample), completion, response) in enumerate(
-                zip(prompts, completions, responses, strict=True)
-            )
-        ]
+        return score(prompts, completions, self.rewards, learner.tokenizer)
 
     def _sample_round(self, indices: list[int], iteration: int) -> list[Rollout]:
         """All ranks' rollouts of these prompts, in the order of prompts; each rank samples its share."""
@@ -242,7 +264,14 @@ class RolloutDataModule(SeededDataModule):
         drawn = self.sample(prompts, self.sampling, TRAIN, iteration)
         keys = [(slot, s) for slot in mine for s in range(self.group_size)]
         merged = {k: r for part in gather_objects(list(zip(keys, drawn, strict=True))) for k, r in part}
-        return [merged[key] for key in sorted(merged)]
+        rollouts = [merged[key] for key in sorted(merged)]
+        return with_totals(rollouts, self.rewards.composition, self.group_size)
+
+    def _take_tallies(self) -> list[Tally]:
+        """What scoring was like on each rank since this was last asked; ranks that share their data count once."""
+        assert self.trainer is not None
+        rank = data_parallel(self.trainer)[0]
+        return list(dict(gather_objects((rank, self.rewards.take_tally()))).values())
 
     def collect(self, iteration: int) -> RolloutBatch:
         """Sample until the iteration is full of groups that the algorithm keeps.
@@ -250,11 +279,10 @@ class RolloutDataModule(SeededDataModule):
         Returns:
             Its rollouts, on the CPU of every rank.
         """
-        assert self.train_prompts is not None
-        assert self.seed is not None
         learner, size, wanted = self.learner, self.group_size, self.prompts_per_iteration
         started = time.perf_counter()
-        order = iteration_order(len(self.train_prompts), iteration, wanted, self.seed)
+        self.rewards.take_tally()  # what validation left behind
+        order = self.curriculum.order(iteration)
         kept: list[Rollout] = []
         refused: list[Rollout] = []
         sampled: list[Rollout] = []
@@ -269,24 +297,23 @@ class RolloutDataModule(SeededDataModule):
             for group, kept_group in enumerate(keep):
                 (kept if kept_group else refused).extend(part[group * size : (group + 1) * size])
             rounds += 1
+        tallies = self._take_tallies()
+        refuse_unscored(sampled, tallies, iteration, self.max_unavailable_share)
         num_kept, missing = len(kept), wanted * size - len(kept)
         if missing > 0 and learner.partial_batch == "fill":
             kept = kept + refused[:missing]
-        if all(rollout.reward is None for rollout in sampled):
-            reasons = {k: v for of_rank in gather_objects(self.rewards.first_errors) for k, v in of_rank.items()}
-            raised = "".join(f" '{name}' raised: {reason}." for name, reason in reasons.items())
-            raise ValueError(
-                f"Rewards ({', '.join(self.rewards.rewards)}): none of the {len(sampled)} responses of iteration "
-                f"{iteration} got a number, only None, NaN, infinity or an exception.{raised} Check the rewards with "
-                "`rlalign check`."
-            )
         self.last_rollouts = sampled
+        choice = self.curriculum.metrics(iteration)  # before it learns from the iteration what is for the next one
+        self.curriculum.observe(pass_rates(sampled, self.rewards.correct))
         rollouts = self._collate(kept[: wanted * size] or refused[:size])
         rollouts.kept[num_kept:] = False
         if not kept:  # nothing to learn from: an iteration of empty steps
             rollouts.loss_mask = torch.zeros_like(rollouts.loss_mask)
         rollouts.statistics = {
             **rollout_statistics(sampled, size),
+            **composition_statistics(sampled, self.rewards.composition),
+            **scoring_statistics(tallies),
+            **choice,
             "rollout/rounds": float(rounds),
             "rollout/kept_share": num_kept / len(sampled),
             "rollout/filled_share": 1 - max(missing, 0) / (wanted * size),
@@ -361,3 +388,9 @@ class RolloutDataModule(SeededDataModule):
         assert self.val_prompts is not None
         prompts = [(self.val_prompts[i], s) for i in indices for s in range(self.val_samples)]
         return self.sample(prompts, self.val_sampling, VALIDATE)
+
+    def verify(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Held-out rollouts, with what the second verifier says of them, if there is one."""
+        if self.verifier is None or self.val_prompts is None or not rollouts:
+            return rollouts
+        return verify(rollouts, self.val_prompts, self.verifier)

@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from rlalign.data.formats import Columns, Text, field_names, recognise
+from rlalign.data.formats import Columns, Text, field_names, lookup, recognise
 from rlalign.functional.draws import hashed_permutation
 from rlalign.rollouts.sources import SPLIT_NAMES, Example, PromptSource, parse_source
 from rlalign.rollouts.template import Rendering, clean_messages, render_prompt
@@ -81,6 +82,18 @@ class PromptDataset(Dataset[Prompt]):
     def column_names(self) -> list[str]:
         """Columns of the examples, the canonical ``prompt`` and ``answer`` included."""
         return list(self[0].example)
+
+    def column(self, name: str) -> list[Any]:
+        """A column of the data, of every prompt; a dot enters a nested one.
+
+        Raises:
+            ValueError: If a row has no such column; the message says what there is.
+        """
+        rows: Any = self.rows
+        top = name if name in getattr(rows, "column_names", ()) else name.partition(".")[0]
+        if hasattr(rows, "select_columns") and top in rows.column_names:  # without reading the others
+            rows = rows.select_columns([top])
+        return [lookup(rows[index], name) for index in self.kept]
 
 
 def load_prompts(

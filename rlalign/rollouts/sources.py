@@ -133,12 +133,16 @@ class ReasoningGym(PromptSource):
         size: Problems to draw, for a split.
         seed: Decides which problems are drawn.
         config: Parameters of the task, ``{min_terms: 2, max_terms: 2}``, say.
+        levels: Sets of parameters that go before those of ``config``, from the easiest on: ``[{max_terms: 2},
+            {max_terms: 4}]``, say. Every split has as many problems of each, in turn, and a column ``level``, from 0,
+            which :class:`~rlalign.rollouts.curriculum.GrowingLevels` goes by.
     """
 
     task: str
     size: int = 1000
     seed: int = 0
     config: dict[str, Any] = field(default_factory=dict)
+    levels: list[dict[str, Any]] | None = None
     distinct: ClassVar[bool] = True
 
     def __str__(self) -> str:
@@ -149,13 +153,30 @@ class ReasoningGym(PromptSource):
 
         Raises:
             ImportError: If reasoning-gym is not installed.
-            ValueError: If there is no such task, it refuses its parameters, or ``num_held_out`` is negative.
+            ValueError: If there is no such task, it refuses its parameters, ``levels`` is no list of sets of them, or
+                ``num_held_out`` is negative.
         """
-        from rlalign.rewards.tasks import create_task
-
         _check_held_out(num_held_out)
         size = num_held_out if num_held_out and split != "train" else self.size
-        draws = create_task(self.task, {**self.config, "size": size, "seed": self.split_seed(split)})
+        if self.levels is None:
+            return self._draw({}, size, self.split_seed(split))
+        if not isinstance(self.levels, list) or not self.levels or not all(isinstance(x, dict) for x in self.levels):
+            raise ValueError(
+                f"{self}: levels must be a list of sets of parameters, [{{max_terms: 2}}, {{max_terms: 4}}], say, got "
+                f"{self.levels}."
+            )
+        share = -(-size // len(self.levels))
+        draws = [
+            self._draw(parameters, share, self.split_seed(split) + level * share)
+            for level, parameters in enumerate(self.levels)
+        ]
+        rows = [{**draws[level][i], "level": level} for i in range(share) for level in range(len(draws))]
+        return rows[:size]
+
+    def _draw(self, parameters: dict[str, Any], size: int, seed: int) -> list[Example]:
+        from rlalign.rewards.tasks import create_task
+
+        draws = create_task(self.task, {**self.config, **parameters, "size": size, "seed": seed})
         return [draws[i] for i in range(size)]
 
     def split_seed(self, split: str) -> int:
@@ -169,7 +190,7 @@ def parse_source(source: str) -> PromptSource:
 
     Args:
         source: A path or name, with ``?name=...&split=...`` where needed, or ``reasoning_gym:TASK?size=500&seed=0&...``
-            with further parameters for the task.
+            with further parameters for the task; ``levels=[{"max_terms":2},{"max_terms":4}]`` is JSON.
 
     Raises:
         ValueError: If a parameter is unknown.
@@ -180,7 +201,7 @@ def parse_source(source: str) -> PromptSource:
     except ValueError as error:
         raise ValueError(f"'{source}': parameters are written NAME=VALUE, joined by '&'.") from error
     if path.startswith("reasoning_gym:"):
-        own = {key: options.pop(key) for key in ("size", "seed") if key in options}
+        own = {key: options.pop(key) for key in ("size", "seed", "levels") if key in options}
         return ReasoningGym(path.removeprefix("reasoning_gym:"), config=options, **own)
     unknown = sorted(set(options) - {"name", "split"})
     if unknown:

@@ -1,0 +1,36 @@
+"""A second, independent verifier beside the reward that is trained on."""
+
+from torch import Tensor
+
+from rlalign.metrics.responses import Mean
+
+
+class VerifierPass(Mean):
+    """Share of right responses by the second verifier, among those that it could score."""
+
+    def update(self, verified: Tensor) -> None:
+        """Add responses, ``[n]``, bool."""
+        self.add(verified)
+
+
+class VerifierGap(Mean):
+    """Share of right responses by the reward less that by the second verifier, over responses that both could score.
+
+    It grows where a policy learns to please the reward rather than to be right.
+    """
+
+    higher_is_better = False
+
+    def update(self, differences: Tensor) -> None:
+        """Add responses, ``[n]``: 1 where only the reward calls one right, -1 where only the verifier does, else 0."""
+        self.add(differences)
+
+
+class UnverifiedRate(Mean):
+    """Share of the responses that the second verifier could not score."""
+
+    higher_is_better = False
+
+    def update(self, unverified: Tensor) -> None:
+        """Add responses, any shape, bool."""
+        self.add(unverified)

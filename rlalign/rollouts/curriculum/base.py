@@ -1,0 +1,88 @@
+"""What a curriculum is."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlalign.rollouts.prompts import iteration_order
+
+CHOICE, TIES = 3, 4  # keys that no other use of the run's seed has
+
+ReadColumn = Callable[[str], Sequence[Any]]
+
+
+class Curriculum(ABC):
+    """An order of prompts for each iteration; a function of its state, the seed and the iteration alone.
+
+    What it observes is alike on all ranks, so its state is, too. The state is kept in checkpoints; a rollback to an
+    earlier one leaves it as it is, like everything of the data.
+    """
+
+    num_prompts: int
+    wanted: int
+    seed: int
+
+    def start(self, column: ReadColumn, num_prompts: int, wanted: int, seed: int) -> None:
+        """Begin with these prompts, with nothing observed.
+
+        Args:
+            column: Gives a column of the data, ``[num_prompts]``.
+            num_prompts: How many there are.
+            wanted: Prompts of an iteration.
+            seed: Of the run.
+
+        Raises:
+            ValueError: If the data lack what the curriculum goes by.
+        """
+        self.num_prompts, self.wanted, self.seed = num_prompts, wanted, seed
+
+    @abstractmethod
+    def order(self, iteration: int) -> list[int]:
+        """Distinct prompts, those to sample first in front: at least as many as an iteration wants.
+
+        What follows serves algorithms that sample again, to fill an iteration.
+        """
+
+    def observe(self, pass_rates: Mapping[int, float]) -> None:  # noqa: B027  (some have nothing to learn)
+        """Take note of an iteration's prompts -> share of right responses."""
+
+    @abstractmethod
+    def metrics(self, iteration: int) -> dict[str, float]:
+        """What :meth:`order` goes by in this iteration, by the names of docs/metrics.md."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was observed: tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: B027
+        """Go on from what was observed."""
+
+
+class EveryPromptOnce(Curriculum):
+    """No curriculum: shuffled passes over the prompts, every one once before any twice."""
+
+    def order(self, iteration: int) -> list[int]:
+        """See :func:`~rlalign.rollouts.prompts.iteration_order`."""
+        return iteration_order(self.num_prompts, iteration, self.wanted, self.seed)
+
+    def metrics(self, iteration: int) -> dict[str, float]:
+        """None."""
+        return {}
+
+
+def numbers(who: str, name: str, values: Sequence[Any]) -> list[float]:
+    """A column as finite numbers; text that is one counts (values of a CSV file are text).
+
+    Raises:
+        ValueError: If a prompt has none.
+    """
+    found: list[float] = []
+    for row, value in enumerate(values):
+        try:
+            found.append(math.nan if isinstance(value, bool) else float(value))
+        except (TypeError, ValueError):
+            found.append(math.nan)
+        if not math.isfinite(found[-1]):
+            raise ValueError(f"{who}: column '{name}' must hold a number for every prompt; prompt {row} has {value!r}.")
+    return found

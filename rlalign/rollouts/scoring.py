@@ -1,0 +1,120 @@
+"""From completions to scored rollouts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlalign.rewards.base import Response
+from rlalign.rewards.composition import Composition
+from rlalign.rewards.suite import RewardSuite, Tally
+from rlalign.rollouts.batch import Rollout
+from rlalign.rollouts.prompts import Prompt, PromptDataset
+from rlalign.rollouts.sampling.base import Completion
+from rlalign.rollouts.template import decode_response
+
+
+def score(
+    prompts: Sequence[tuple[Prompt, int]],
+    completions: Sequence[Completion],
+    rewards: RewardSuite,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Rollout]:
+    """One rollout to each pair of prompt and sample number; nothing is normalised yet."""
+    responses = [
+        Response(
+            decode_response(tokenizer, c.token_ids),
+            num_tokens=len(c.token_ids),
+            truncated=c.finish_reason == "length",
+            prefill=prompt.prefill,
+        )
+        for c, (prompt, _) in zip(completions, prompts, strict=True)
+    ]
+    scores = rewards([prompt.example for prompt, _ in prompts], responses)
+    return [
+        Rollout(
+            prompt_index=prompt.index,
+            sample_index=sample,
+            prompt_ids=torch.tensor(prompt.ids, dtype=torch.int32),
+            token_ids=torch.tensor(completion.token_ids, dtype=torch.int32),
+            logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
+            truncated=response.truncated,
+            text=str(response),
+            prefill=response.prefill,
+            reward=None if (total := scores.total[i]) is None else float(total),
+            correct=scores.correct[i],
+            components={name: values[i] for name, values in scores.components.items()},
+            unavailable=scores.unavailable[i],
+        )
+        for i, ((prompt, sample), completion, response) in enumerate(zip(prompts, completions, responses, strict=True))
+    ]
+
+
+def with_totals(rollouts: Sequence[Rollout], composition: Composition, group_size: int) -> list[Rollout]:
+    """The rollouts with the totals that are learned from.
+
+    Args:
+        rollouts: All of a round of sampling, of all ranks: what is normalised over the batch needs all of it.
+        composition: How the rewards make up a total.
+        group_size: Responses a prompt, adjacent ones.
+    """
+    totals = composition.totals(components_of(rollouts), group_size)
+    return [
+        replace(rollout, reward=None if total is None else float(total))
+        for rollout, total in zip(rollouts, totals, strict=True)
+    ]
+
+
+def components_of(rollouts: Sequence[Rollout]) -> dict[str, list[float | None]]:
+    """Each reward by name, of all rollouts."""
+    return {name: [r.components[name] for r in rollouts] for name in rollouts[0].components}
+
+
+def verify(rollouts: list[Rollout], prompts: PromptDataset, verifier: RewardSuite) -> list[Rollout]:
+    """The rollouts, with what a second verifier says of them.
+
+    Args:
+        rollouts: Responses to prompts of the data set.
+        prompts: The data set.
+        verifier: A suite of one reward.
+    """
+    scores = verifier([prompts[r.prompt_index].example for r in rollouts], [r.response for r in rollouts])
+    return [
+        replace(rollout, verified=None if value is None else right)
+        for rollout, value, right in zip(rollouts, scores.components[verifier.correct], scores.correct, strict=True)
+    ]
+
+
+def refuse_unscored(rollouts: Sequence[Rollout], tallies: Sequence[Tally], iteration: int, max_share: float) -> None:
+    """Stop where too much could not be scored: what the rest teaches would not be what was asked for.
+
+    Args:
+        rollouts: Everything that was sampled, on all ranks.
+        tallies: What scoring it was like, one a rank.
+        iteration: From 0.
+        max_share: Largest share of the responses that may be without a judgement because what judges was unavailable.
+
+    Raises:
+        RuntimeError: If that share is larger.
+        ValueError: If no response has a number.
+    """
+    lost = sum(r.unavailable for r in rollouts)
+    if lost > max_share * len(rollouts):
+        reasons = _sentences({k: v for tally in tallies for k, v in tally.unavailable.items()}, "was unavailable")
+        raise RuntimeError(
+            f"{lost} of the {len(rollouts)} responses of iteration {iteration} could not be judged, more than "
+            f"data.max_unavailable_share={max_share:g} allows.{reasons} Nothing was learned from them: see to it, and "
+            "go on from the last checkpoint."
+        )
+    if all(rollout.reward is None for rollout in rollouts):
+        raised = _sentences({k: v for tally in tallies for k, v in tally.errors.items()}, "raised")
+        raise ValueError(
+            f"Rewards ({', '.join(rollouts[0].components)}): none of the {len(rollouts)} responses of iteration "
+            f"{iteration} got a number, only None, NaN, infinity or an exception.{raised} Check the rewards with "
+            "`rlalign check`."
+        )
+
+
+def _sentences(reasons: dict[str, str], what: str) -> str:
+    return "".join(f" '{name}' {what}: {reason.rstrip('.')}." for name, reason in reasons.items())
