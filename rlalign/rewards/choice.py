@@ -16,7 +16,9 @@ _CLAIM = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-_SUBJECT = re.compile(r"^(.*?)\s+is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|option|choice))?\W*$", re.IGNORECASE)
+_SUBJECT = re.compile(
+    r"^(.*?)\s+is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|option|choice))?\W*$", re.IGNORECASE
+)
 _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit)\b|\\[()\[\]]|[*_`$\"“”{}]")
 _MENTION = re.compile(r"(?<![\w'’\\])(?P<open>[(\[]?)(?P<label>[A-Za-z]|\d{1,2})(?P<close>[)\]:.]?)(?![\w'’])")

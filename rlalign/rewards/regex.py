@@ -45,24 +45,29 @@ class RegexMatch(NamedReward):
 class FormatReward(NamedReward):
     """1 if a response is exactly one block of each tag, in order, none of them empty; else 0.
 
-    ``<think>a</think> <answer>9</answer>``, say, with nothing but space around the blocks. What the prompt put into the
+    ``<think>a</think> <answer>9</answer>``, say, with nothing but space around the blocks. A further tag of the same
+    names anywhere, also in capitals, with space or with attributes, makes it 0. What the prompt put into the
     assistant's mouth is part of what is judged.
 
     Args:
-        tags: Names of the blocks.
+        tags: Names of the blocks, all different.
     """
 
     def __init__(self, tags: Sequence[str] = ("think", "answer")) -> None:
-        if not tags:
-            raise ValueError("tags must name at least one block.")
+        if isinstance(tags, str) or not tags or "" in tags:
+            raise ValueError(f"tags must be a list that names at least one block, ['think'] say, got {tags!r}.")
+        if len({tag.casefold() for tag in tags}) < len(tags):
+            raise ValueError(f"tags must be all different, got {list(tags)}.")
         self.tags = tuple(tags)
-        self._marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
+        names = "|".join(map(re.escape, self.tags))
+        self._marks = re.compile(rf"<\s*+(?:/\s*+)?(?:{names})(?:[\s/][^<>]*+)?>", re.IGNORECASE)
         blocks = (rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>" for tag in self.tags)
         self._pattern = re.compile(r"\s*" + r"\s*".join(blocks) + r"\s*", re.DOTALL)
 
     def __call__(self, example: Mapping[str, Any], response: str) -> float:
         """Score one response; the example does not matter."""
         text = getattr(response, "prefill", "") + response
+        if len(self._marks.findall(text)) != 2 * len(self.tags):  # first, since it keeps the match below linear
+            return 0.0
         match = self._pattern.fullmatch(text)
-        once = all(text.count(mark) == 1 for mark in self._marks)
-        return float(match is not None and once and all(body.strip() for body in match.groups()))
+        return float(match is not None and all(body.strip() for body in match.groups()))

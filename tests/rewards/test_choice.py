@@ -118,7 +118,14 @@ def test_what_names_no_single_option_is_wrong_kf66(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["A dog barks.", "The answer is a dog", "The answer is A dog", "A good question", "I think so", "The answer is I do not know"],
+    [
+        "A dog barks.",
+        "The answer is a dog",
+        "The answer is A dog",
+        "A good question",
+        "I think so",
+        "The answer is I do not know",
+    ],
 )
 def test_words_are_no_letters(text):
     example = {"answer": "A", "options": ["cat", "cow", "pig", "hen", "e", "f", "g", "h", "i"]}
@@ -199,7 +206,10 @@ def test_options_of_no_known_form_are_named():
         "Example\nA. Oslo\nB. Bonn\nC. Bern\n\nCapital of France?\nA. London\nB. Rome\nC. Paris\nAnswer:",
         "Capital of France? (A) London (B) Rome (C) Paris",
         "Capital of France? A) London, B) Rome, C) Paris",
-        [{"role": "system", "content": "A) x\nB) y"}, {"role": "user", "content": "Which?\nA: London\nB: Rome\nC: Paris"}],
+        [
+            {"role": "system", "content": "A) x\nB) y"},
+            {"role": "user", "content": "Which?\nA: London\nB: Rome\nC: Paris"},
+        ],
     ],
 )
 def test_options_are_read_from_the_prompt(prompt):

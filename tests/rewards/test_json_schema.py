@@ -67,7 +67,9 @@ def test_text_around_a_block_where_it_is_allowed():
     assert reward({}, f"Here it is: {GOOD}") == 0.0
 
 
-@pytest.mark.parametrize("text", ['{"a": NaN}', "NaN", "-Infinity", "1e999", '{"a": 1, "a": 1}', '[{"b": {"a": 1, "a": 2}}]'])
+@pytest.mark.parametrize(
+    "text", ['{"a": NaN}', "NaN", "-Infinity", "1e999", '{"a": 1, "a": 1}', '[{"b": {"a": 1, "a": 2}}]']
+)
 def test_what_readers_disagree_on_is_no_json_even_if_the_schema_takes_everything(text):
     assert JsonSchemaReward(schema=json.loads("{}"))({}, text) == 0.0
 
