@@ -32,10 +32,10 @@ _WRONG = ""  # an answer that is given and names no single option
 
 
 class MultipleChoice(NamedReward):
-    """1 if a response settles on the right option, by its letter or its text; else 0.
+    r"""1 if a response settles on the right option, by its letter or its text; else 0.
 
     The thinking is no answer; of ``<answer>`` blocks the last one counts, without one all of the text. In it the first
-    of these that occurs decides, and of several the last: ``\\boxed{C}``; what follows "the answer is", "answer:",
+    of these that occurs decides, and of several the last: ``\boxed{C}``; what follows "the answer is", "answer:",
     "the correct option is" or "I choose", or comes before "is correct"; the last line, if it is an option and nothing
     else (``C``, ``(C)``, ``**C**``, ``C. Paris``, ``Paris``) or has one option in brackets. An answer that names
     several options is wrong ("A, B or C"), unless it denies the others ("C, not B"), and so is a letter with the text

@@ -56,7 +56,7 @@ class CosineLength(NamedReward):
 
     def __call__(  # type: ignore[override]
         self, examples: Sequence[dict[str, Any]], responses: Sequence[str]
-    ) -> list[float | None | Exception]:
+    ) -> list[float | Exception | None]:
         """Score responses, ``responses[i]`` being one to ``examples[i]``.
 
         Raises:

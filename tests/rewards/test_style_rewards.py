@@ -142,7 +142,7 @@ def test_the_prefill_has_a_language_kf50():
 
 def test_arguments_of_the_language_reward():
     assert LanguageReward("en").columns == ()
-    with pytest.raises(ValueError, match="does not know the language 'english'; it knows .*en"):
+    with pytest.raises(ValueError, match=r"does not know the language 'english'; it knows .*en"):
         LanguageReward("english")
     with pytest.raises(ValueError, match="does not know the language 'xx'"):
         LanguageReward("en", candidates=["en", "xx"])
