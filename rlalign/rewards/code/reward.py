@@ -1,0 +1,163 @@
+"""Code that is run against tests."""
+
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rlalign.rewards.base import NamedReward, Unavailable
+from rlalign.rewards.code.answers import extract_code, read_tests
+from rlalign.rewards.code.pool import WorkerDied, WorkerPool
+from rlalign.rewards.code.sandbox import Limits
+
+log = logging.getLogger(__name__)
+
+
+class CodeReward(NamedReward):
+    """The code of a response, run in a sandbox against the tests of the example.
+
+    The tests stay outside: the functions of the answer are called from there, and what they return, or what a program
+    prints, is compared there. See ``docs/sandbox.md`` for the layouts of tests and for what each tier of the sandbox
+    guarantees. Where no sandbox starts, the sample is left out (``Unavailable``), never scored 0.
+
+    Attributes:
+        tier: The tier that answers run in: 1 (namespaces), 2 (landlock and seccomp) or 3 (limits only).
+        counts: ``timeouts``, ``sandbox_failures`` and ``no_code`` so far.
+
+    Args:
+        key: Column of the tests; ``null``: known by the columns that are there (HumanEval, MBPP, APPS and others).
+        score: ``all``: 1 if every test passes, else 0; ``share``: the share of tests that pass. A ``check`` function
+            (HumanEval) is one test.
+        tier: The tier to use; ``auto``: the best of 1 and 2 that works here.
+        timeout: Wall time of an answer, all its tests together, seconds; its CPU time as well.
+        memory_mb: Address space of an answer, MiB.
+        tolerance: By how much a float may differ from the right one, relative to it; ``check`` functions and
+            assertions compare by themselves.
+        workers: Answers that run at once; the cores of this machine, divided by the ranks on it, by default.
+        allow_unsafe: Whether tier 3 may be used, which keeps an answer from nothing: it reads, writes and sends what it
+            likes. Only for code that you trust, or on a machine that you would give away.
+
+    Raises:
+        ValueError: If a number is out of bounds.
+        RuntimeError: If the tier does not work here; the message says why.
+    """
+
+    batched = True
+
+    def __init__(
+        self,
+        key: str | None = None,
+        score: Literal["all", "share"] = "all",
+        tier: int | Literal["auto"] = "auto",
+        timeout: float = 10.0,
+        memory_mb: int = 1024,
+        tolerance: float = 1e-6,
+        workers: int | None = None,
+        allow_unsafe: bool = False,
+    ) -> None:
+        if score not in ("all", "share"):
+            raise ValueError(f"score must be 'all' or 'share', got '{score}'.")
+        if tier not in ("auto", 1, 2, 3):
+            raise ValueError(f"tier must be 'auto', 1, 2 or 3, got '{tier}'.")
+        if not (0 < timeout < math.inf and memory_mb >= 64 and tolerance >= 0 and (workers is None or workers > 0)):
+            raise ValueError(
+                f"timeout={timeout} and workers={workers} must be positive, memory_mb={memory_mb} at least 64, "
+                f"tolerance={tolerance} not negative."
+            )
+        if tier == 3 and not allow_unsafe:
+            raise RuntimeError(
+                "Tier 3 keeps an answer from nothing: it reads, writes and sends what it likes. Set allow_unsafe to "
+                "true if that is all right."
+            )
+        self.key, self.score, self.tolerance = key, score, tolerance
+        self.columns = () if key is None else (key,)
+        self.limits = Limits(float(timeout), memory_mb << 20)
+        self.counts: Counter[str] = Counter(timeouts=0, sandbox_failures=0, no_code=0)
+        tiers = ([1, 2, 3] if allow_unsafe else [1, 2]) if tier == "auto" else [int(tier)]
+        self.workers = _default_workers() if workers is None else workers
+        self._pool = WorkerPool(self.workers, tiers)
+        self.tier: int = self._report(tiers)
+
+    def __call__(  # type: ignore[override]
+        self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]
+    ) -> list[float | None | Exception]:
+        """Score responses, in parallel.
+
+        Returns:
+            A score each; ``Unavailable`` where no sandbox started, ``ValueError`` where the tests cannot be used.
+        """
+        scores: list[float | None | Exception] = [0.0] * len(responses)
+        jobs: dict[int, dict[str, Any]] = {}
+        for i, (example, response) in enumerate(zip(examples, responses, strict=True)):
+            try:
+                job = self._job(example, response)
+            except ValueError as error:
+                scores[i] = error
+                continue
+            if job is None:
+                self.counts["no_code"] += 1
+            else:
+                jobs[i] = job
+        results = self._pool.map(list(jobs.values()), self.limits.seconds)
+        for i, result in zip(jobs, results, strict=True):
+            scores[i] = self._score(result)
+        return scores
+
+    def answer(self, response: str) -> str | None:
+        """The code of a response, ``None`` if there is none."""
+        return extract_code(response)
+
+    def close(self) -> None:
+        """End the worker processes; they are started again when needed."""
+        self._pool.close()
+
+    def _job(self, example: Mapping[str, Any], response: str) -> dict[str, Any] | None:
+        """What a worker shall do; ``None`` if the response has no code."""
+        tests = read_tests(example, self.key)
+        code = extract_code(response)
+        if code is None:
+            return None
+        prompt = example.get("prompt")
+        return tests | {
+            "code": code,
+            "prompt": prompt if isinstance(prompt, str) else "",
+            "stop": self.score == "all",
+            "tolerance": self.tolerance,
+            "limits": self.limits,
+        }
+
+    def _score(self, result: dict[str, Any] | WorkerDied) -> float | Exception:
+        """The score of what a worker says."""
+        if isinstance(result, WorkerDied) and result.hung:
+            self.counts["timeouts"] += 1
+            return 0.0
+        if isinstance(result, WorkerDied) or "unavailable" in result:
+            self.counts["sandbox_failures"] += 1
+            return Unavailable(str(result) if isinstance(result, WorkerDied) else result["unavailable"])
+        if "bad_test" in result:
+            return ValueError(f"The tests cannot be used: {result['bad_test']}")
+        self.counts["timeouts"] += result["end"] == "timeout"
+        share = result["passed"] / result["total"]
+        return share if self.score == "share" else float(share == 1)
+
+    def _report(self, tiers: list[int]) -> int:
+        """Say which tier it is, and why no better one.
+
+        Raises:
+            RuntimeError: If there is none.
+        """
+        probed = self._pool.probed
+        reasons = " ".join(f"Tier {number} is refused: {reason}." for number, reason in probed["refused"].items())
+        if probed["tier"] is None:
+            self.close()
+            raise RuntimeError(f"No sandbox works here for code (tiers tried: {tiers}). {reasons}")
+        level = logging.INFO if probed["tier"] == 1 else logging.WARNING
+        log.log(level, "Code runs in a sandbox of tier %d (%s). %s", probed["tier"], probed["how"], reasons)
+        return int(probed["tier"])
+
+
+def _default_workers() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
