@@ -64,7 +64,7 @@ class TRLReward(NamedReward):
         names = dict.fromkeys(name for example in examples for name in example if name not in _TRL_HIDES)
         arguments = {name: [example.get(name) for example in examples] for name in names}
         arguments |= {"prompts": [prompt for prompt, _ in turns], "completions": [reply for _, reply in turns]}
-        ids = [getattr(response, "token_ids", None) for response in responses]
+        ids: list[Any] = [getattr(response, "token_ids", None) for response in responses]
         if all(found is not None for found in ids):
             arguments["completion_ids"] = [list(found) for found in ids]
         elif self._accepted is not None and "completion_ids" in self._accepted:

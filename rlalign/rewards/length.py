@@ -49,10 +49,11 @@ class CosineLength(NamedReward):
         values = (right_short, right_long, wrong_short, wrong_long, exceeded)
         if not all(map(math.isfinite, values)):
             raise ValueError(f"The values of CosineLength must be finite, got {values}.")
-        self.reward, self.max_tokens, self.exceeded = reward, max_tokens, exceeded
+        self.reward: Any = reward
+        self.max_tokens, self.exceeded = max_tokens, exceeded
         self.right, self.wrong = (right_short, right_long), (wrong_short, wrong_long)
         self.columns = tuple(getattr(reward, "columns", ()))
-        self.counts: Counter[str] = getattr(reward, "counts", Counter())
+        self.counts: Counter[str] = getattr(self.reward, "counts", Counter())
 
     def __call__(  # type: ignore[override]
         self, examples: Sequence[dict[str, Any]], responses: Sequence[str]
