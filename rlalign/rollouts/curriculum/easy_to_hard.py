@@ -72,7 +72,7 @@ class EasyToHard(Curriculum):
         return start + (1 - start) * progress
 
     def _num_usable(self, iteration: int) -> int:
-        return max(math.ceil(self.share(iteration) * self.num_prompts), self.wanted)
+        return max(round(self.share(iteration) * self.num_prompts), self.wanted)
 
     def order(self, iteration: int) -> list[int]:
         """See :class:`Curriculum`."""
@@ -81,4 +81,4 @@ class EasyToHard(Curriculum):
 
     def metrics(self, iteration: int) -> dict[str, float]:
         """The share of the prompts that may be used."""
-        return {"rollout/curriculum/usable_share": min(self._num_usable(iteration) / self.num_prompts, 1.0)}
+        return {"rollout/curriculum/usable_share": self._num_usable(iteration) / self.num_prompts}
