@@ -21,7 +21,8 @@ from pathlib import Path
 from types import ModuleType
 
 from rlalign.rewards.code import CodeReward
-from rlalign.rewards.code.sandbox import MARK
+from rlalign.rewards.code.launch import UIDS
+from rlalign.rewards.code.limits import MARK
 
 DEADLINE = 5.0
 FILES = ("sitecustomize.py", "usercustomize.py", "json.py", "tests.py", "conftest.py", "rlsb_x.pth")
@@ -47,8 +48,7 @@ def processes(marks: tuple[str, ...]) -> dict[int, str]:
             owner = folder.stat().st_uid
         except OSError:  # ended meanwhile
             continue
-        ours = int(folder.name) == os.getpid() or "rlalign.rewards.code.worker" in command
-        if not ours and (61184 <= owner < 65520 or any(mark in command for mark in marks)):
+        if int(folder.name) != os.getpid() and (owner in UIDS or any(mark in command for mark in marks)):
             found[int(folder.name)] = command
     return found
 
@@ -60,7 +60,7 @@ def files() -> set[str]:
     found = {str(path) for folder in shared | here for path in Path(folder or ".").glob("rlsb_*")}
     found |= {os.path.join(folder, name) for folder in shared | here for name in (*FILES, *LINKS)}
     found = {path for path in found if os.path.lexists(path)}
-    return found | {str(path) for path in Path(tempfile.gettempdir()).glob(f"{MARK}-*/{MARK}-*")}
+    return found | {str(path) for path in Path(tempfile.gettempdir()).glob(f"{MARK}-*")}
 
 
 def main() -> int:
@@ -79,7 +79,7 @@ def main() -> int:
         "test": "\n".join(["def check(candidate):", *lines]),
     }
 
-    def grade(source: str) -> float | None | Exception:
+    def grade(source: str) -> float | Exception | None:
         return reward([example], [f"```python\n{source}```"])[0]
 
     honest = next(source for source, expected, _ in module.ATTACKS.values() if expected == "one")

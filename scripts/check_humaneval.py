@@ -22,9 +22,9 @@ BODIES = [f"    return {value}\n" for value in ("None", "0", "1", "True", "False
 
 def read_problems(path: Path) -> list[dict]:
     """The rows of a file of JSON lines, compressed or not."""
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as lines:
-        return [json.loads(line) for line in lines if line.strip()]
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
     arguments = parser.parse_args()
     problems = read_problems(arguments.file)
     reward = CodeReward(tier=arguments.tier or "auto", workers=arguments.workers)
-    print(f"tier {reward.tier}, {len(problems)} problems, {reward.workers} at once")
+    print(f"tier {reward.tier}, {len(problems)} problems")
 
     begin = time.perf_counter()
     canonical = reward(problems, [problem["canonical_solution"] for problem in problems])

@@ -5,8 +5,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_FENCE = re.compile(r"^[ \t]*(?P<mark>```+|~~~+)[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^[ \t]*(?P=mark)[ \t]*$",
-                    re.DOTALL | re.MULTILINE)  # fmt: skip
+_FENCE = re.compile(
+    r"""
+    ^[ \t]*(?P<mark>```+|~~~+)[ \t]*(?P<language>[\w+-]*)[^\n]*\n
+    (?P<code>.*?)
+    ^[ \t]*(?P=mark)[ \t]*$
+    """,
+    re.DOTALL | re.MULTILINE | re.VERBOSE,
+)
 _PYTHON = ("python", "python3", "py", "py3")
 
 

@@ -34,7 +34,7 @@ def interpreter_paths() -> list[str]:
 
 
 def bubblewrap_command(program: str, user_namespace: bool, folder_bytes: int, filter_fd: int | None) -> list[str]:
-    """bubblewrap and its options, up to the command that it shall run.
+    """The program and its options, up to the command that it shall run.
 
     Nothing of the machine is there but libraries and the interpreter, all of it read-only; ``/tmp`` is the working
     folder, and ``/dev/shm`` and ``/var/tmp`` are the same, so that one size bounds them. There is no ``/proc``.

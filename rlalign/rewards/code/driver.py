@@ -9,16 +9,14 @@ import os
 import resource
 import sys
 
-READY = b"rlalign-ready\n"
 
-
-def main(requests, encode, decode) -> None:  # type: ignore[no-untyped-def]
+def main(requests, encode, decode, ready) -> None:
     """Confine this process, say so, and run what comes."""
     config = marshal.load(requests)
     confine(config)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)  # told why a start fails until here
-    os.write(config["replies"], READY)
+    os.write(config["replies"], ready)
     job = marshal.load(requests)
     if job["program"]:
         os.close(config["replies"])
@@ -53,7 +51,7 @@ def run_program(code: str) -> None:
     exec(compile(code, "main.py", "exec", dont_inherit=True), module)
 
 
-def answer_calls(job: dict, max_bytes: int, requests, replies: int, encode, decode) -> None:  # type: ignore[no-untyped-def]
+def answer_calls(job: dict, max_bytes: int, requests, replies: int, encode, decode) -> None:
     """Load an answer, then call its functions as asked, for ever."""
     send(replies, encode(load_or_say_why(job), max_bytes))
     names = sys.modules["answer"].__dict__
@@ -76,7 +74,7 @@ def load_or_say_why(job: dict) -> str:
     try:
         load(job["code"], job["prompt"], job["names"])
     except BaseException as error:  # SystemExit as well: an answer that ends the process has failed
-        return describe(error)[1] or "exit"
+        return " ".join((type(error).__name__, describe(error)[1]))
     return ""
 
 
@@ -126,9 +124,9 @@ def describe(error: BaseException) -> tuple:
     """The built-in type of an exception, or '', and its message."""
     kind = type(error)
     try:
-        text = f"{kind.__name__}: {error}"[:300]
+        text = str(error)[:1000]
     except BaseException:  # whatever the answer made of __str__
-        text = "an exception without a message"
+        text = ""
     return (kind.__name__ if kind.__module__ == "builtins" else ""), text
 
 

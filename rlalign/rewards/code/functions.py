@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ class Candidate:
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
+        self._gone: Gone | None = None
         self.calls = 0
 
     def function(self, name: str) -> Callable[..., Any]:
@@ -48,8 +50,13 @@ class Candidate:
             Gone: If the answer has ended, hangs or breaks the rules.
         """
         self.calls += 1
+        if self._gone is not None:
+            raise self._gone
         try:
             kind, value, changed = self._sandbox.call(name, arguments, keywords)
+        except Gone as gone:
+            self._gone = gone
+            raise
         except Unsendable as error:
             raise BadTest(f"a test calls {name} with what cannot be sent into the sandbox: {error}.") from error
         if kind == "raised":
@@ -62,6 +69,18 @@ class Candidate:
             for before, after in zip(arguments, changed, strict=True):
                 _overwrite(before, after)
         return value, changed
+
+    def check_honest(self, deadline: float) -> None:
+        """Raise ``Gone`` if the answer was gone at some time, whatever a test made of that, or has sent too much."""
+        if self._gone is not None:
+            raise self._gone
+        if time.monotonic() > deadline:
+            raise Gone("timeout")
+        try:
+            self._sandbox.check_silent()
+        except Gone as gone:
+            if gone.why == "forged":  # to end after the last reply is no fault
+                raise
 
 
 def _exception(described: Any) -> Exception:
@@ -218,6 +237,3 @@ def _bound(tree: ast.AST) -> set[str]:
 
 def _run(source: str, names: dict[str, Any]) -> None:
     exec(compile(source, "<test>", "exec", dont_inherit=True), names)
-
-
-__all__ = ["BadTest", "Candidate", "Gone", "called_names", "run_assertions", "run_cases", "run_check"]

@@ -1,10 +1,12 @@
-"""Values as bytes and back, without pickle: what a candidate sends can be nothing but exact values of Python's own types.
+"""Values as bytes and back, without pickle: what an answer sends can be nothing but values of Python's own types.
 
 This file also runs inside of the sandbox, so it imports nothing of rlalign and little else.
 """
 
 import struct
 
+READY = b"rlalign-ready\n"
+"""What a sandbox says once it is confined."""
 MAX_DEPTH = 100
 """Levels of nesting that are sent; deeper ones (a list that holds itself) are refused."""
 
@@ -33,27 +35,27 @@ def encode(value: object, max_bytes: int) -> bytes:
     return bytes(out)
 
 
-def _write(value: object, out: bytearray, depth: int, max_bytes: int) -> None:
+def _write(value, out: bytearray, depth: int, max_bytes: int) -> None:
     if depth > MAX_DEPTH or len(out) > max_bytes:
         raise Unsendable(f"a value is nested more than {MAX_DEPTH} deep or longer than {max_bytes} bytes")
     kind = type(value)
     if value is None or value is True or value is False:
         out += b"N" if value is None else b"T" if value else b"F"
     elif issubclass(kind, int):
-        _write_bytes(b"i", int.to_bytes(value, int.bit_length(value) // 8 + 1, "little", signed=True), out)  # type: ignore[arg-type]
+        _write_bytes(b"i", int.to_bytes(value, int.bit_length(value) // 8 + 1, "little", signed=True), out)
     elif issubclass(kind, float):
         out += struct.pack("<cd", b"f", value)
     elif issubclass(kind, str):
-        _write_bytes(b"s", str.encode(value, "utf-8", "surrogatepass"), out)  # type: ignore[arg-type]
+        _write_bytes(b"s", str.encode(value, "utf-8", "surrogatepass"), out)
     elif issubclass(kind, dict):
-        out += struct.pack("<cI", b"d", dict.__len__(value))  # type: ignore[arg-type]
-        for item in dict.items(value):  # type: ignore[arg-type]
+        out += struct.pack("<cI", b"d", dict.__len__(value))
+        for item in dict.items(value):
             _write(item[0], out, depth + 1, max_bytes)
             _write(item[1], out, depth + 1, max_bytes)
     elif issubclass(kind, complex):
-        out += struct.pack("<cdd", b"c", complex.real.__get__(value), complex.imag.__get__(value))  # type: ignore[attr-defined]
+        out += struct.pack("<cdd", b"c", complex.real.__get__(value), complex.imag.__get__(value))
     elif issubclass(kind, bytes):
-        _write_bytes(b"b", bytes.__getitem__(value, slice(None)), out)  # type: ignore[arg-type]
+        _write_bytes(b"b", bytes.__getitem__(value, slice(None)), out)
     else:
         _write_sequence(value, out, depth, max_bytes)
     if len(out) > max_bytes:
@@ -64,7 +66,7 @@ def _write_bytes(letter: bytes, content: bytes, out: bytearray) -> None:
     out += struct.pack("<cI", letter, len(content)) + content
 
 
-def _write_sequence(value: object, out: bytearray, depth: int, max_bytes: int) -> None:
+def _write_sequence(value, out: bytearray, depth: int, max_bytes: int) -> None:
     for letter, base in _SEQUENCES:
         if issubclass(type(value), base):
             out += struct.pack("<cI", letter.encode(), base.__len__(value))

@@ -3,16 +3,23 @@
 import logging
 import math
 import os
+import tempfile
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rlalign.rewards.base import NamedReward, Unavailable
 from rlalign.rewards.code.answers import extract_code, read_tests
-from rlalign.rewards.code.pool import WorkerDied, WorkerPool
-from rlalign.rewards.code.sandbox import Limits
+from rlalign.rewards.code.limits import MARK, START_SECONDS, Limits, Tier
+from rlalign.rewards.code.worker import pack
+from rlalign.rewards.pool import Lost, WorkerPool
 
 log = logging.getLogger(__name__)
+
+_WORKER = "rlalign.rewards.code.worker:run"
+_START_OF_ONE = 0.25  # seconds that the start of one more sandbox may take, where each test has its own
+_WORKER_MIB = 8192  # of a worker, in which tests compute with what answers return
 
 
 class CodeReward(NamedReward):
@@ -23,7 +30,6 @@ class CodeReward(NamedReward):
     guarantees. Where no sandbox starts, the sample is left out (``Unavailable``), never scored 0.
 
     Attributes:
-        tier: The tier that answers run in: 1 (namespaces), 2 (landlock and seccomp) or 3 (limits only).
         counts: ``timeouts``, ``sandbox_failures`` and ``no_code`` so far.
 
     Args:
@@ -75,20 +81,24 @@ class CodeReward(NamedReward):
         self.columns = () if key is None else (key,)
         self.limits = Limits(float(timeout), memory_mb << 20)
         self.counts: Counter[str] = Counter(timeouts=0, sandbox_failures=0, no_code=0)
-        tiers = ([1, 2, 3] if allow_unsafe else [1, 2]) if tier == "auto" else [int(tier)]
-        self.workers = _default_workers() if workers is None else workers
-        self._pool = WorkerPool(self.workers, tiers)
-        self.tier: int = self._report(tiers)
+        self._pool = WorkerPool(_WORKER, 60.0, workers, memory_mib=_WORKER_MIB)
+        self._lock = threading.Lock()
+        self._tier = self._probe(([1, 2, 3] if allow_unsafe else [1, 2]) if tier == "auto" else [int(tier)])
+
+    @property
+    def tier(self) -> int:
+        """The tier that answers run in: 1 (namespaces), 2 (landlock and seccomp) or 3 (limits only)."""
+        return self._tier.number
 
     def __call__(  # type: ignore[override]
         self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]
-    ) -> list[float | None | Exception]:
+    ) -> list[float | Exception | None]:
         """Score responses, in parallel.
 
         Returns:
             A score each; ``Unavailable`` where no sandbox started, ``ValueError`` where the tests cannot be used.
         """
-        scores: list[float | None | Exception] = [0.0] * len(responses)
+        scores: list[float | Exception | None] = [0.0] * len(responses)
         jobs: dict[int, dict[str, Any]] = {}
         for i, (example, response) in enumerate(zip(examples, responses, strict=True)):
             try:
@@ -100,8 +110,7 @@ class CodeReward(NamedReward):
                 self.counts["no_code"] += 1
             else:
                 jobs[i] = job
-        results = self._pool.map(list(jobs.values()), self.limits.seconds)
-        for i, result in zip(jobs, results, strict=True):
+        for i, result in zip(jobs, self._run(list(jobs.values())), strict=True):
             scores[i] = self._score(result)
         return scores
 
@@ -128,36 +137,59 @@ class CodeReward(NamedReward):
             "limits": self.limits,
         }
 
-    def _score(self, result: dict[str, Any] | WorkerDied) -> float | Exception:
+    def _run(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What workers say of jobs."""
+        if not jobs:
+            return []
+        with self._lock, tempfile.TemporaryDirectory(prefix=f"{MARK}-", ignore_cleanup_errors=True) as folder:
+            os.chmod(folder, 0o711)  # answers have folders of their own in it
+            for i, job in enumerate(jobs):
+                job.update(folder=folder, running=os.path.join(folder, f"running-{i}"), tier=self._tier)
+            most_tests = max(len(job.get("tests", ())) for job in jobs)
+            self._pool.time_limit = self.limits.seconds + 2 * START_SECONDS + most_tests * _START_OF_ONE
+            try:
+                results = self._pool.run([pack(job) for job in jobs])
+            except (RuntimeError, OSError) as error:
+                results = [Lost("death", str(error))] * len(jobs)
+            return [
+                _explain(result, os.path.exists(job["running"])) if isinstance(result, Lost) else result
+                for job, result in zip(jobs, results, strict=True)
+            ]
+
+    def _score(self, result: dict[str, Any]) -> float | Exception:
         """The score of what a worker says."""
-        if isinstance(result, WorkerDied) and result.hung:
-            self.counts["timeouts"] += 1
-            return 0.0
-        if isinstance(result, WorkerDied) or "unavailable" in result:
+        if "unavailable" in result:
             self.counts["sandbox_failures"] += 1
-            return Unavailable(str(result) if isinstance(result, WorkerDied) else result["unavailable"])
+            return Unavailable(result["unavailable"])
         if "bad_test" in result:
             return ValueError(f"The tests cannot be used: {result['bad_test']}")
         self.counts["timeouts"] += result["end"] == "timeout"
         share = result["passed"] / result["total"]
         return share if self.score == "share" else float(share == 1)
 
-    def _report(self, tiers: list[int]) -> int:
-        """Say which tier it is, and why no better one.
+    def _probe(self, tiers: list[int]) -> Tier:
+        """Find the tier, and say which it is and why no better one.
 
         Raises:
             RuntimeError: If there is none.
         """
-        probed = self._pool.probed
-        reasons = " ".join(f"Tier {number} is refused: {reason}." for number, reason in probed["refused"].items())
-        if probed["tier"] is None:
+        with tempfile.TemporaryDirectory(prefix=f"{MARK}-") as folder:
+            os.chmod(folder, 0o711)
+            found = self._pool.run([pack({"kind": "probe", "tiers": tiers, "folder": folder})])[0]
+        if isinstance(found, Lost):
+            raise RuntimeError(f"No sandbox could be tried: {found.reason} {found.detail}")
+        reasons = " ".join(f"Tier {number} is refused ({reason})." for number, reason in found["refused"].items())
+        if found["tier"] is None:
             self.close()
-            raise RuntimeError(f"No sandbox works here for code (tiers tried: {tiers}). {reasons}")
-        level = logging.INFO if probed["tier"] == 1 else logging.WARNING
-        log.log(level, "Code runs in a sandbox of tier %d (%s). %s", probed["tier"], probed["how"], reasons)
-        return int(probed["tier"])
+            raise RuntimeError(f"No sandbox for code works here. {reasons} See docs/sandbox.md.")
+        tier = Tier(**found["tier"])
+        level = logging.INFO if tier.number == 1 else logging.WARNING
+        log.log(level, "Code runs in a sandbox of tier %d (%s). %s", tier.number, tier.how, reasons)
+        return tier
 
 
-def _default_workers() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def _explain(lost: Lost, running: bool) -> dict[str, Any]:
+    """What became of a job whose worker said nothing: its tests hang, or no sandbox came up."""
+    if lost.reason == "timeout" and running:
+        return {"passed": 0, "total": 1, "end": "timeout"}
+    return {"unavailable": f"the worker was lost: {lost.reason} {lost.detail}".strip()}
