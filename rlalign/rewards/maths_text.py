@@ -14,7 +14,7 @@ _UPRIGHT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|ope
 _SPELLINGS = [(re.compile(pattern), new) for pattern, new in (
     (r"\\(?:displaystyle|textstyle|limits|left(?![a-z])|right(?![a-z])|[bB]igg?[lrm]?(?![a-z]))\s*", ""),
     (r"(?<=\d)(?:\\[,!;]|,\\!|\{,\}|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))", ","),
-    (r"\\[,;:!> ]|\\q?quad(?![a-z])|~|\\hspace\{[^{}]*\}", " "),
+    (r"(?<!\\)\\[,;:!> ]|\\q?quad(?![a-z])|~|\\hspace\{[^{}]*\}", " "),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree(?![a-z])", " degrees "),
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (r"(?<=[\d}\s)/])" + _UPRIGHT + r"\{\s*([mgshLlNJWVAKC])\s*\}", r"\\unit{\1}"),  # a variable would be in italics

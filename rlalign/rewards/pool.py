@@ -19,6 +19,7 @@ from typing import Any, Literal
 from rlalign.rewards.pool_server import ORDER, PID
 
 _LARGEST_CHUNK = 32
+_PATIENCE = 10  # times the limit that a worker may take by the clock while it gets no time on a core
 _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
 
 
@@ -48,20 +49,52 @@ def default_workers() -> int:
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker as seen from here: ``todo[0]`` is what it is at, since ``since`` (monotonic; ``None``: not started)."""
+    """A worker as seen from here.
+
+    Attributes:
+        todo: What it has been given, in order; it is at the first.
+        since: When it began with that (monotonic); ``None`` until it has started up.
+        computed: Its seconds of computing at that time.
+        check: When to look whether it has been at it for too long.
+    """
 
     pid: int
     stream: socket.socket
     todo: deque[int] = field(default_factory=deque)
     since: float | None = None
+    computed: float = 0.0
+    check: float = 0.0
     taken: int = 0
     unread: bytearray = field(default_factory=bytearray)
+
+    def begin(self, now: float, limit: float) -> None:
+        """Time the next item from now on."""
+        self.since, self.check, self.computed = now, now + limit, _seconds_computed(self.pid) or 0.0
+
+    def is_late(self, now: float, limit: float) -> bool:
+        """Whether it has computed for too long, or waited for far too long; if not, says when to look again."""
+        if self.since is None or now < self.check:
+            return False
+        seconds = _seconds_computed(self.pid)
+        if seconds is None or now - self.since >= _PATIENCE * limit or seconds - self.computed >= limit:
+            return True
+        self.check = now + max(limit - (seconds - self.computed), 0.01)
+        return False
+
+
+def _seconds_computed(pid: int) -> float | None:
+    """Seconds that a process has been on a core; ``None`` where the system does not say (other than Linux)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class _Server:
     """The process that workers are forked from, in which the function is imported already."""
 
-    def __init__(self, function: str, memory: int) -> None:
+    def __init__(self, function: str, warm_up: Sequence[Any], memory: int) -> None:
         self.owner = os.getpid()
         self.control, theirs = socket.socketpair()
         command = [sys.executable, "-P", str(Path(__file__).with_name("pool_server.py")), str(theirs.fileno())]
@@ -74,7 +107,13 @@ class _Server:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # an interrupt from the keyboard is for the parent to handle
             )
-        setup = {"path": sys.path, "function": function, "packages": _packages(function), "memory": memory}
+        setup = {
+            "path": sys.path,
+            "function": function,
+            "packages": _packages(function),
+            "warm_up": list(warm_up),
+            "memory": memory,
+        }
         try:
             self.control.sendall(json.dumps(setup).encode() + b"\n")
             with self.control.makefile("rb") as lines:
@@ -130,10 +169,12 @@ class WorkerPool:
     Args:
         function: ``module:function``, of one argument; argument and result are what JSON knows. The ``__init__`` of the
             packages that the module is in are not run.
-        time_limit: Seconds an item may take; start-up is not counted.
+        time_limit: Seconds an item may take; start-up is not counted. Where other processes keep the worker from
+            computing, the seconds that it does compute count (Linux), up to ten times the limit by the clock.
         workers: Their number; by default :func:`default_workers`.
         memory_mib: Address space of a worker in MiB; ``None`` for any.
         max_items: Items after which a worker is replaced, since caches grow.
+        warm_up: Items to run before the first worker is forked, so that all workers start with what that has loaded.
 
     Raises:
         ValueError: If a number is not positive.
@@ -147,6 +188,7 @@ class WorkerPool:
         workers: int | None = None,
         memory_mib: int | None = 2048,
         max_items: int = 2000,
+        warm_up: Sequence[Any] = (),
     ) -> None:
         if not hasattr(os, "fork"):
             raise OSError("Worker processes need a system that can fork, such as Linux or macOS.")
@@ -157,6 +199,7 @@ class WorkerPool:
         if memory_mib is not None and memory_mib <= 0:
             raise ValueError(f"memory_mib must be above 0, or None for no limit, got {memory_mib}.")
         self.function, self.time_limit, self.memory_mib, self.max_items = function, time_limit, memory_mib, max_items
+        self.warm_up = warm_up
         self._reset()
         _pools.add(self)
 
@@ -193,8 +236,8 @@ class WorkerPool:
 
     def pids(self) -> list[int]:
         """Numbers of the processes that live: the one that starts workers, and the workers."""
-        server = [self._server.process.pid] if self._server else []
-        return server + [worker.pid for worker in self._team]
+        server, team = self._server, list(self._team)
+        return ([server.process.pid] if server else []) + [worker.pid for worker in team]
 
     def _run(self, items: Sequence[Any]) -> list[Any | Lost]:
         results: list[Any | Lost] = [None] * len(items)
@@ -203,16 +246,15 @@ class WorkerPool:
         while queue or any(worker.todo for worker in self._team):
             self._hand_out(items, queue, suspects)
             assert self._selector is not None
-            started = [worker.since for worker in self._team if worker.todo and worker.since is not None]
-            wait = max(0.0, min(started) + self.time_limit - time.monotonic()) if started else None
+            checks = [worker.check for worker in self._team if worker.todo and worker.since is not None]
+            wait = max(0.0, min(checks) - time.monotonic()) if checks else None
             ready = [key.data for key, _ in self._selector.select(wait)]
             now = time.monotonic()
             for worker in ready:
                 if not self._receive(worker, results, now):
                     self._bury(worker, results, queue, suspects)
             for worker in list(self._team):
-                late = worker.todo and worker.since is not None and now - worker.since >= self.time_limit
-                if late and worker not in ready:
+                if worker.todo and worker not in ready and worker.is_late(now, self.time_limit):
                     results[worker.todo.popleft()] = Lost("timeout")
                     queue.extendleft(reversed(worker.todo))
                     self._dismiss(worker)
@@ -233,7 +275,7 @@ class WorkerPool:
                 worker.todo.append(queue.popleft())
             worker.taken += len(worker.todo)
             if worker.since is not None:
-                worker.since = time.monotonic()
+                worker.begin(time.monotonic(), self.time_limit)
             try:
                 worker.stream.sendall(json.dumps([items[i] for i in worker.todo]).encode() + b"\n")
             except ConnectionError:
@@ -252,7 +294,8 @@ class WorkerPool:
                 reply = json.loads(line)
                 lost = Lost("error", reply["error"]) if "error" in reply else None
                 results[worker.todo.popleft()] = lost or reply["result"]
-            worker.since = now
+        if lines:
+            worker.begin(now, self.time_limit)
         return bool(received)
 
     def _bury(self, worker: _Worker, results: list[Any | Lost], queue: deque[int], suspects: set[int]) -> None:
@@ -270,7 +313,7 @@ class WorkerPool:
     def _hire(self) -> _Worker:
         if self._server is None:
             self._selector = selectors.DefaultSelector()
-            self._server = _Server(self.function, (self.memory_mib or 0) << 20)
+            self._server = _Server(self.function, self.warm_up, (self.memory_mib or 0) << 20)
             self._finalizer = weakref.finalize(self, _Server.stop, self._server)
         assert self._selector is not None
         worker = self._server.start_worker()

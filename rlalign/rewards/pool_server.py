@@ -119,6 +119,8 @@ def main() -> None:
     sys.path[:] = setup["path"]
     try:
         function = load(setup["function"], setup["packages"])
+        for item in setup["warm_up"]:
+            function(item)
     except BaseException:  # the parent tells the user what it was
         control.sendall(json.dumps(traceback.format_exc(limit=-3)).encode() + b"\n")
         return
