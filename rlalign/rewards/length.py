@@ -53,7 +53,8 @@ class CosineLength(NamedReward):
         self.max_tokens, self.exceeded = max_tokens, exceeded
         self.right, self.wrong = (right_short, right_long), (wrong_short, wrong_long)
         self.columns = tuple(getattr(reward, "columns", ()))
-        self.counts: Counter[str] = getattr(reward, "counts", None) or Counter()
+        counts: Any = getattr(reward, "counts", None)
+        self.counts: Counter[str] = Counter() if counts is None else counts
 
     def __call__(  # type: ignore[override]
         self, examples: Sequence[dict[str, Any]], responses: Sequence[str]
