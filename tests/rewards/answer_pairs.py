@@ -467,7 +467,7 @@ WHOLE = {
         ("2", r"\boxed{2} no \boxed{3", True),
         ("5", r"\boxed{5", False),
         ("5", r"The answer is \boxed{5", False),
-        ("5", r"\boxed{}", False),
+        ("5", r"\boxed{ } 5", False),
         ("5", r"\boxed {5}", True),
         ("5", r"\fbox{5}", True),
         ("5", r"\boxed{\boxed{5}}", True),
