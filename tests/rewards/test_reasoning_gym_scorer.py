@@ -2,6 +2,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from reasoning_gym.factory import DATASETS
 
 from rlalign.rewards import ReasoningGymScorer, Response, RewardSuite
 from rlalign.rewards.tasks import create_task
@@ -36,7 +37,20 @@ def test_right_answers_of_a_task_are_right(scorer, task):
         assert score(scorer, problem, "banana") == 0.0
         assert score(scorer, problem, "") == 0.0
         assert score(scorer, problem, f"<think>{gold}") == 0.0  # kf73
-    assert not scorer.counts
+    assert not scorer.counts["unjudgeable"]
+
+
+def test_every_task_takes_its_right_answer_and_no_nonsense(scorer):
+    """A sweep of all of reasoning-gym, whose next version may have new tasks and new faults."""
+    nonsense = ["banana", "nan", "[]", "0", "True"]
+    tasks = sorted(set(DATASETS) - {"composite"})
+    problems = [create_task(task, {"size": 1, "seed": 7})[0] for task in tasks]
+    answers = [[*nonsense, problem["answer"]] for problem in problems]
+    pairs = [(p, Response(a)) for p, of_task in zip(problems, answers, strict=True) for a in of_task if a is not None]
+    scores = scorer([p for p, _ in pairs], [a for _, a in pairs])
+    for (problem, answer), value in zip(pairs, scores, strict=True):
+        right = problem["answer"] is not None and answer.strip() == str(problem["answer"]).strip()
+        assert value == float(right), (problem["metadata"]["source_dataset"], answer)
 
 
 def test_several_right_answers_are_accepted_where_the_task_does(scorer):
