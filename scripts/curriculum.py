@@ -1,0 +1,113 @@
+"""What a curriculum brings for the same tokens: ``python scripts/curriculum.py --seeds 5``.
+
+Trains the embedded model with and without ``configs/curriculum.yaml``, over several seeds, and compares held-out pass@1
+where both have sampled as many tokens. Closes with ``curriculum A without B difference D ci L U``: the means, and the
+95% confidence interval of the mean of the paired differences by Student's t.
+"""
+
+import argparse
+import csv
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+from seeds import t_interval
+
+from rlalign.cli.folders import RUNS
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+BOTH = [CONFIGS / "base.yaml", CONFIGS / "grpo.yaml"]
+ARMS = {"with": [*BOTH, CONFIGS / "curriculum.yaml"], "without": BOTH}
+
+Curve = list[tuple[float, float]]
+"""Tokens sampled so far, and held-out pass@1."""
+
+
+def train(arm: str, seed: int, options: list[str]) -> Curve:
+    """One run, in a process of its own with one thread."""
+    run = f"curriculum-{arm}-{seed}"
+    shutil.rmtree(RUNS / run, ignore_errors=True)
+    command = [sys.executable, "-m", "rlalign.cli", "fit", "--run", run, f"--seed_everything={seed}"]
+    command += [part for config in ARMS[arm] for part in ("--config", str(config))]
+    settings = {"trainer.accelerator": "cpu", "trainer.enable_progress_bar": "false"}
+    command += [f"--{name}={value}" for name, value in settings.items()] + [f"--{option}" for option in options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    curve = read_curve(RUNS / run / "metrics.csv")
+    print(f"seed {seed} {arm:7s}: {curve[-1][1]:.3f} after {curve[-1][0]:,.0f} tokens", flush=True)
+    return curve
+
+
+def read_curve(path: Path) -> Curve:
+    """Of every iteration that was validated."""
+    tokens, curve = 0.0, []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            tokens += float(row["rollout/tokens"])
+            if row["val/pass@1"]:
+                curve.append((tokens, float(row["val/pass@1"])))
+    return curve
+
+
+def at(curve: Curve, budget: float) -> float:
+    """Pass@1 after so many tokens, on the line between the validations before and after."""
+    for (left, low), (right, high) in pairwise(curve):
+        if left <= budget <= right:
+            return low + (high - low) * (budget - left) / (right - left)
+    raise ValueError(
+        f"{budget:,.0f} tokens are not between the {curve[0][0]:,.0f} and {curve[-1][0]:,.0f} of the curve."
+    )
+
+
+def area(curve: Curve, start: float, budget: float) -> float:
+    """Mean pass@1 over the tokens from ``start`` to the budget."""
+    inside = [(tokens, value) for tokens, value in curve if start < tokens < budget]
+    points = [(start, at(curve, start)), *inside, (budget, at(curve, budget))]
+    return sum((b - a) * (y + z) / 2 for (a, y), (b, z) in pairwise(points)) / (budget - start)
+
+
+def report(name: str, pairs: list[tuple[float, float]]) -> str:
+    """Means with and without, and the interval of the differences."""
+    differences = [a - b for a, b in pairs]
+    means = [statistics.fmean(values) for values in (*zip(*pairs, strict=True), differences)]
+    low, high = t_interval(differences)
+    return f"{name} {means[0]:.3f} without {means[1]:.3f} difference {means[2]:+.3f} ci {low:+.3f} {high:+.3f}"
+
+
+def main() -> None:
+    """Run the seeds and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--seeds", type=int, default=5, help="How many.")
+    parser.add_argument("--first", type=int, default=0, help="The first of them.")
+    parser.add_argument("--jobs", type=int, default=2, help="Runs at a time.")
+    parser.add_argument("--budget", type=float, help="Tokens to sample; as many as every run has, by default.")
+    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="For both: model.kl_coef=0.")
+    arguments = parser.parse_args()
+    if arguments.seeds < 2:
+        parser.error("an interval needs at least two seeds.")
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        runs = [[pool.submit(train, arm, seed, arguments.set) for arm in ARMS] for seed in seeds]
+        curves = [[run.result() for run in pair] for pair in runs]
+    every = [curve for pair in curves for curve in pair]
+    start = max(curve[0][0] for curve in every)
+    budget = arguments.budget or min(curve[-1][0] for curve in every)
+    ends = [(at(a, budget), at(b, budget)) for a, b in curves]
+    areas = [(area(a, start, budget), area(b, start, budget)) for a, b in curves]
+    print(f"\nAfter {budget:,.0f} tokens each; area: mean of pass@1 over the tokens on the way.")
+    print("seed   with  without  difference   area with  without  difference")
+    for seed, (a, b), (c, d) in zip(seeds, ends, areas, strict=True):
+        print(f"{seed:4d}  {a:.3f}    {b:.3f}      {a - b:+.3f}       {c:.3f}    {d:.3f}      {c - d:+.3f}")
+    print(report("area", areas))
+    print(report("curriculum", ends))
+
+
+if __name__ == "__main__":
+    main()
