@@ -42,8 +42,8 @@ class CodeReward(NamedReward):
         tolerance: By how much a float may differ from the right one, relative to it; ``check`` functions and
             assertions compare by themselves.
         workers: Answers that run at once; the cores of this machine, divided by the ranks on it, by default.
-        allow_unsafe: Whether tier 3 may be used, which keeps an answer from nothing: it reads, writes and sends what it
-            likes. Only for code that you trust, or on a machine that you would give away.
+        allow_unsafe: Whether ``tier: 3`` is allowed, which keeps an answer from nothing: it reads, writes and sends what
+            it likes. Only for code that you trust, or on a machine that you would give away.
 
     Raises:
         ValueError: If a number is out of bounds.
@@ -83,7 +83,7 @@ class CodeReward(NamedReward):
         self.counts: Counter[str] = Counter(timeouts=0, sandbox_failures=0, no_code=0)
         self._pool = WorkerPool(_WORKER, 60.0, workers, memory_mib=_WORKER_MIB)
         self._lock = threading.Lock()
-        self._tier = self._probe(([1, 2, 3] if allow_unsafe else [1, 2]) if tier == "auto" else [int(tier)])
+        self._tier = self._probe([1, 2] if tier == "auto" else [int(tier)])
 
     @property
     def tier(self) -> int:
@@ -181,7 +181,7 @@ class CodeReward(NamedReward):
         reasons = " ".join(f"Tier {number} is refused ({reason})." for number, reason in found["refused"].items())
         if found["tier"] is None:
             self.close()
-            raise RuntimeError(f"No sandbox for code works here. {reasons} See docs/sandbox.md.")
+            raise RuntimeError(f"No sandbox for code works here. {reasons} docs/sandbox.md says what each tier needs.")
         tier = Tier(**found["tier"])
         level = logging.INFO if tier.number == 1 else logging.WARNING
         log.log(level, "Code runs in a sandbox of tier %d (%s). %s", tier.number, tier.how, reasons)

@@ -181,7 +181,8 @@ class Sandbox:
         for descriptor in (self._requests, self._stdin):
             os.set_blocking(descriptor, False)
         given, printed = (stdin, stdout) if self._program else (subprocess.DEVNULL, subprocess.DEVNULL)
-        python = ["-I", "-S", "-X", "utf8", "-c", _BOOT, MARK, str(request_end)]
+        owner = f"owner={os.getsid(0)}"  # the process that starts the workers, for whoever looks at a list of processes
+        python = ["-I", "-S", "-X", "utf8", "-c", _BOOT, MARK, str(request_end), owner]
         try:
             with Launch(self._tier, self._limits, self._folder, python, [request_end, reply_end]) as launch:
                 self._process = subprocess.Popen(
