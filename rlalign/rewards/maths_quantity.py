@@ -31,7 +31,11 @@ UNITS = {
     if factor != "0"
 }
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_NO_UNIT = re.compile("and|or|to|of|by|from|is|not|base|mod|if|for|any|all|times|plus|minus|over|choose|[ap]m|[iex]")
+_NO_UNIT = re.compile(
+    "and|or|to|of|by|from|is|not|base|mod|if|for|any|all|times|plus|minus|over|choose|than|[ap]m|[iex]"
+    "|half|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?"
+)
+_SHORT_UNITS = {"men", "mph", "kph", "rpm", "day", "egg", "cup", "cat", "dog", "box", "bag", "car", "way"}
 _UNIT_TOKEN = re.compile(r"\s*(?:(\\unit\{\w\}|[A-Za-z]+\.?|[$€£¥¢%])|(\^\{?-?\d\}?)|(/|\\cdot|-))")
 
 
@@ -89,6 +93,8 @@ def _unit(text: str) -> tuple[Fraction, tuple[tuple[str, int], ...], bool] | Non
             letters += len(name) == 1 and name.isalpha() and not letter
             name = name.lower() if len(name) > 1 else name
             singular = name[:-1] if name.endswith("s") and len(name) > 2 and name not in UNITS else name
+            if singular not in UNITS and len(name) < 4 and name not in _SHORT_UNITS:  # ab, xyz: a product
+                return None
             kind, worth = UNITS.get(singular, (singular, Fraction(1)))
             if last is not None and sign == 1 and kind == singular:  # "apples left": more words, not a product
                 continue
@@ -139,12 +145,13 @@ def quantity(text: str) -> Quantity | None:
     scale = 1
     if (first := words.split(" ")[0].lower()) in _SCALES:
         scale, words = _SCALES[first], words[len(first) :]
-    attached = bool(words) and match["unit"][:1].isalpha()
+    attached = match["unit"][:1].isalpha()
     unit = _unit(match["money"].lstrip("\\") + " " + words)
     if unit is None or (attached and unit[2]):
         return None
     value *= -scale if "-" in (match["sign"], match["inner"]) else scale
     factor, dimension, bare = unit
+    bare = bare or (attached and words in ("mg", "ms"))  # of mass and gravity, say
     percent = dimension == (("ratio", 1),)
     plain = bool(match["number"]) and not (match["power"] or match["slash"]) and scale == 1 and "." in match["number"]
     decimals = len(match["number"].partition(".")[2]) if plain else None

@@ -95,6 +95,8 @@ def read(text: str) -> Any:
         return _inequality(text)
     if len(parts := split(text, ("=",))) > 1:
         return _equation(parts)
+    if len(parts := split(text, (r"\approx",))) > 1:
+        return _equation(parts) if parts[0].isalpha() else read(parts[0])
     return _bracketed(text) or _expression(text)
 
 

@@ -8,7 +8,7 @@ _SYMBOLS = {
     "−": "-", "–": "-", "—": "-", "×": r" \times ", "÷": "/", "·": r" \cdot ", "⋅": r" \cdot ", "π": r" \pi ",
     "∞": r" \infty ", "≤": r" \le ", "≥": r" \ge ", "≠": r" \ne ", "±": r" \pm ", "∪": r" \cup ", "∩": r" \cap ",
     "∈": r" \in ", "∅": r" \emptyset ", "°": " degrees ", "⟨": r"\langle ", "⟩": r"\rangle ", "θ": r" \theta ",
-    "α": r" \alpha ", "β": r" \beta ", "λ": r" \lambda ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "√": r"\sqrt",
+    "α": r" \alpha ", "β": r" \beta ", "λ": r" \lambda ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "√": r"\sqrt", "≈": r" \approx ",
 }  # fmt: skip
 _UPRIGHT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|operatorname|rm|bf)\s*"
 _SPELLINGS = [(re.compile(pattern), new) for pattern, new in (
@@ -23,6 +23,8 @@ _SPELLINGS = [(re.compile(pattern), new) for pattern, new in (
     (r"\\(?:leq|leqslant)(?![a-z])|<=", r"\\le "),
     (r"\\(?:geq|geqslant)(?![a-z])|>=", r"\\ge "),
     (r"\\neq(?![a-z])|!=", r"\\ne "),
+    (r"\\(?:simeq|thickapprox)(?![a-z])", r"\\approx "),
+    (r"^\s*\\approx(?![a-z])", ""),
     (r"\\lt(?![a-z])", "<"),
     (r"\\gt(?![a-z])", ">"),
     (r"\\(?:varnothing|O)(?![a-z])", r"\\emptyset "),
@@ -37,7 +39,7 @@ _SPELLINGS = [(re.compile(pattern), new) for pattern, new in (
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"\^\s*\(([^()]*)\)", r"^{\1}"),
     (r"(?<=[\w)}\]])\s*\^\s*(-?\d{2,}|-\d)", r"^{\1}"),
-    (r"(?<![\\A-Za-z])(arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp|pi)(?![A-Za-z])", r"\\\1 "),
+    (r"(?<![\\A-Za-z])(arcsin|arccos|arctan|sin|cos|tan|cot|csc|log|ln|exp|pi)(?![A-Za-z])", r"\\\1 "),
     (r"(?<![\\A-Za-z])(?:infinity|inf|oo)(?![A-Za-z])", r"\\infty "),
     (r"\\%|(?<=[\d}])\s*(?:percent|per cent|pct)\b", "%"),
     (r"\*(?=\d|[A-Za-z(\\])", r" \\cdot "),
@@ -95,7 +97,8 @@ def words(text: str) -> str | None:
     """An answer in words, without capitals and punctuation; ``None`` if it is, or may be, maths."""
     if re.search(r"[\\^_={}<>+*/|]", text):
         return None
-    found = re.findall(r"[^\W\d_]+", text.lower())
+    text = re.sub(r"\b([ap])\.\s?m\b", r"\1m", text.lower())
+    found = re.findall(r"[^\W\d_]+", text)
     if not any((len(word) >= 4 or word in _SHORT_WORDS) and word not in _MATHS_WORDS for word in found):
         return None
-    return " ".join(re.findall(r"[^\W_]+", text.lower()))
+    return " ".join(re.findall(r"[^\W_]+", text))

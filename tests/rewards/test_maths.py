@@ -79,7 +79,7 @@ def test_a_thread_gets_the_verdict_of_the_main_thread_kf58(maths):
 
 @pytest.fixture
 def hasty():
-    reward = MathReward(time_limit=0.5, workers=2)
+    reward = MathReward(time_limit=0.3, workers=2)
     yield reward
     reward.close()
 
