@@ -142,12 +142,11 @@ class VerlReward(NamedReward):
         return [_attempt(_score, value, self.function) for value in values]
 
     def _arguments(self, example: Mapping[str, Any], response: str) -> dict[str, Any]:
-        extra = dict(example.get("extra_info") or {})
         return {
             "data_source": example.get("data_source", self.data_source),
             "solution_str": getattr(response, "prefill", "") + str(response),
             "ground_truth": self._ground_truth(example),
-            "extra_info": {"num_turns": None, "rollout_reward_scores": {}, **extra},
+            "extra_info": {"num_turns": None, "rollout_reward_scores": {}, **(example.get("extra_info") or {})},
         }
 
     def _ground_truth(self, example: Mapping[str, Any]) -> Any:

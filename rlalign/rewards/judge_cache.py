@@ -49,7 +49,6 @@ class ReplyCache:
 
     def _keep(self, key: str, reply: str) -> None:
         self._replies[key] = reply
-        self._replies.move_to_end(key)
         while len(self._replies) > self.size:
             self._replies.popitem(last=False)
 

@@ -101,6 +101,14 @@ def test_an_asynchronous_function_for_trl_also_inside_a_running_loop():
     assert asyncio.run(notebook()) == [2.0, 5.0]
 
 
+def test_what_an_asynchronous_function_for_trl_raises_is_raised():
+    async def reward(prompts, completions, **kwargs):
+        return [1 / 0]
+
+    with pytest.raises(ZeroDivisionError):
+        TRLReward(reward)(EXAMPLES, RESPONSES)
+
+
 def test_what_a_function_for_trl_logs_is_in_the_log(caplog):
     def reward(completions, log_extra, log_metric=None, **kwargs):
         log_extra("seen", completions)

@@ -139,6 +139,8 @@ def test_an_article_that_belongs_to_an_option_is_none_of_the_letters():
     assert verdict("B. A cat", example) == 1.0
     assert verdict("The answer is (B) A cat.", example) == 1.0
     assert verdict("The answer is C. Vitamin A", example | {"answer": "C"}) == 1.0
+    assert verdict("The answer is C. Vitamin A because it helps", example | {"answer": "C"}) == 1.0
+    assert verdict("The answer is C. Vitamin A or B", example | {"answer": "C"}) == 0.0
     assert verdict("The answer is A because it barks", example | {"answer": "A"}) == 1.0
 
 

@@ -1,4 +1,5 @@
 import json
+import socket
 import sys
 
 import pytest
@@ -131,6 +132,19 @@ def test_references_are_followed_inside_the_schema_only():
     reward = JsonSchemaReward(tree)
     assert reward({}, "[" * 32 + "]" * 32) == 1.0
     assert reward({}, "[[1]]") == 0.0
+
+
+def test_references_are_never_fetched(monkeypatch):
+    asked = []
+
+    def connect(address, *arguments, **options):
+        asked.append(address)
+        raise OSError("no network here")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    reward = JsonSchemaReward(key="schema")
+    assert reward({"schema": {"$ref": "http://127.0.0.1:9/other"}}, "1") is None
+    assert not asked
 
 
 def test_formats_and_dialects_are_checked():

@@ -44,6 +44,11 @@ def test_each_value_of_cosine_length_has_its_place():
     assert reward([GOLD] * 5, responses) == pytest.approx([8.0, 6.0, 3.0, 2.0, -7.0])
 
 
+def test_one_half_is_right_for_cosine_length():
+    values = iter([0.5, 0.49])
+    assert CosineLength(lambda example, response: next(values), 10)([{}, {}], [right(0), right(0)]) == [2.0, -10.0]
+
+
 def test_cosine_length_prefers_short_right_answers_and_long_wrong_ones():
     reward = CosineLength(ExactMatch(), 64)
     rights = reward([GOLD] * 64, [right(n) for n in range(64)])

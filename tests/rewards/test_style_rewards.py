@@ -98,6 +98,8 @@ def test_code_and_maths_have_no_language(extra):
 
 def test_an_unclosed_block_is_no_code():
     assert LanguageReward("en")({}, f"```\n{FRENCH}") == 0.0
+    assert LanguageReward("en")({}, f"```\n{FRENCH}\n{FRENCH}\n") == 0.0
+    assert LanguageReward("en")({}, f"{ENGLISH}\n```\n1\n```\n{FRENCH}\n```\n2\n```\n") < 0.6
 
 
 def test_short_texts():
