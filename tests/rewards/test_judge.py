@@ -333,6 +333,26 @@ def test_no_server_at_all(server):
     assert reward.counts == {"requests": 3, "retries": 2, "unreachable": 1}
 
 
+def test_a_server_that_is_down_is_not_waited_for_with_every_request(server):
+    server.always = server.hang
+    reward = judge(server, time_limit=0.2, retries=1, concurrency=2)
+    values = reward([EXAMPLE] * 40, [str(i) for i in range(40)])
+    assert all(isinstance(value, Unavailable) for value in values)
+    assert reward.counts["unreachable"] == 40
+    assert reward.counts["requests"] <= 10
+    server.always = "Score: 10"
+    reward.time_limit = 20.0
+    assert reward([EXAMPLE], ["0"]) == [1.0]  # the next batch tries again
+
+
+def test_failures_here_and_there_end_nothing(server):
+    server.always = lambda body: (404, {}) if "odd" in body["messages"][1]["content"] else "Score: 10"
+    reward = judge(server, concurrency=1)
+    values = reward([EXAMPLE] * 10, [f"odd{i}" if i % 3 == 2 else str(i) for i in range(10)])
+    assert [value == 1.0 for value in values] == [i % 3 != 2 for i in range(10)]
+    assert reward.counts["unreachable"] == 3
+
+
 @pytest.mark.parametrize(
     "body", [b"<html>busy</html>", b"[]", b"{}", b'{"choices": []}', b'{"choices": [{}]}', b"null"]
 )
