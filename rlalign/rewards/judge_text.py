@@ -48,7 +48,7 @@ def columns_of(template: str, mode: str, reference: str) -> tuple[str, ...]:
     """The columns that a template names, and the reference where there is one.
 
     Raises:
-        ValueError: If the template is not well formed, lacks what is to be judged, or has a field that cannot be filled.
+        ValueError: If the template is not well formed, lacks what is to be judged, or has a foreign field.
     """
     try:
         fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
