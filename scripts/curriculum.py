@@ -1,13 +1,16 @@
 """What a curriculum brings for the same tokens: ``python scripts/curriculum.py --seeds 5``.
 
 Trains the embedded model with and without ``configs/curriculum.yaml``, over several seeds, and compares held-out pass@1
-where both have sampled as many tokens. Closes with ``curriculum A without B difference D ci L U``: the means, and the
+where both have sampled as many tokens. The embedded problems are about equally difficult, of which a curriculum can make
+little; ``--out-of-reach 0.5`` mixes in problems that the model never gets right, to train on. Closes with ``curriculum A without B difference D ci L U``: the means, and the
 95% confidence interval of the mean of the paired differences by Student's t.
 """
 
 import argparse
 import csv
+import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -18,7 +21,9 @@ from pathlib import Path
 
 from seeds import t_interval
 
+from rlalign.assets import ARITHMETIC
 from rlalign.cli.folders import RUNS
+from rlalign.run_folder import write_atomically
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BOTH = [CONFIGS / "base.yaml", CONFIGS / "grpo.yaml"]
@@ -34,8 +39,8 @@ def train(arm: str, seed: int, options: list[str]) -> Curve:
     shutil.rmtree(RUNS / run, ignore_errors=True)
     command = [sys.executable, "-m", "rlalign.cli", "fit", "--run", run, f"--seed_everything={seed}"]
     command += [part for config in ARMS[arm] for part in ("--config", str(config))]
-    settings = {"trainer.accelerator": "cpu", "trainer.enable_progress_bar": "false"}
-    command += [f"--{name}={value}" for name, value in settings.items()] + [f"--{option}" for option in options]
+    settings = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.check_val_every_n_epoch=2"]
+    command += [f"--{option}" for option in (*settings, *options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -43,6 +48,18 @@ def train(arm: str, seed: int, options: list[str]) -> Curve:
     curve = read_curve(RUNS / run / "metrics.csv")
     print(f"seed {seed} {arm:7s}: {curve[-1][1]:.3f} after {curve[-1][0]:,.0f} tokens", flush=True)
     return curve
+
+
+def with_problems_out_of_reach(share: float) -> Path:
+    """The embedded problems, and sums of three-digit numbers, which the model never gets right, as level 4."""
+    rows = [json.loads(line) for line in (ARITHMETIC / "train.jsonl").read_text().splitlines()]
+    draw = random.Random(0)
+    pairs = {(draw.randint(100, 499), draw.randint(100, 499)) for _ in range(round(len(rows) * share / (1 - share)))}
+    rows += [{"question": f"{a}+{b}=", "answer": str(a + b), "level": 4} for a, b in sorted(pairs)]
+    path = RUNS.resolve() / f"curriculum-out-of-reach-{share:g}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
 
 
 def read_curve(path: Path) -> Curve:
@@ -88,13 +105,19 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="The first of them.")
     parser.add_argument("--jobs", type=int, default=2, help="Runs at a time.")
     parser.add_argument("--budget", type=float, help="Tokens to sample; as many as every run has, by default.")
+    parser.add_argument("--out-of-reach", type=float, default=0.0, metavar="SHARE", help="Of the training problems.")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="For both: model.kl_coef=0.")
     arguments = parser.parse_args()
     if arguments.seeds < 2:
         parser.error("an interval needs at least two seeds.")
+    if not 0 <= arguments.out_of_reach < 1:
+        parser.error("--out-of-reach is a share, from 0 to less than 1.")
+    options = list(arguments.set)
+    if arguments.out_of_reach:
+        options.insert(0, f"data.init_args.train={with_problems_out_of_reach(arguments.out_of_reach)}")
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        runs = [[pool.submit(train, arm, seed, arguments.set) for arm in ARMS] for seed in seeds]
+        runs = [[pool.submit(train, arm, seed, options) for arm in ARMS] for seed in seeds]
         curves = [[run.result() for run in pair] for pair in runs]
     every = [curve for pair in curves for curve in pair]
     start = max(curve[0][0] for curve in every)
@@ -105,6 +128,9 @@ def main() -> None:
     print("seed   with  without  difference   area with  without  difference")
     for seed, (a, b), (c, d) in zip(seeds, ends, areas, strict=True):
         print(f"{seed:4d}  {a:.3f}    {b:.3f}      {a - b:+.3f}       {c:.3f}    {d:.3f}      {c - d:+.3f}")
+    for share in (0.25, 0.5, 0.75):
+        tokens = max(share * budget, start)
+        print(report(f"after {tokens:,.0f} tokens", [(at(a, tokens), at(b, tokens)) for a, b in curves]))
     print(report("area", areas))
     print(report("curriculum", ends))
 
