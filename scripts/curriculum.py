@@ -1,9 +1,11 @@
 """What a curriculum brings for the same tokens: ``python scripts/curriculum.py --seeds 5``.
 
 Trains the embedded model with and without ``configs/curriculum.yaml``, over several seeds, and compares held-out pass@1
-where both have sampled as many tokens. The embedded problems are about equally difficult, of which a curriculum can make
-little; ``--out-of-reach 0.5`` mixes in problems that the model never gets right, to train on. Closes with ``curriculum A without B difference D ci L U``: the means, and the
-95% confidence interval of the mean of the paired differences by Student's t.
+where both have sampled as many tokens. The embedded problems are about equally difficult, and a curriculum can make
+little of that; ``--out-of-reach 0.5`` mixes problems that the model never gets right into those it learns from.
+
+Closes with ``curriculum A without B difference D ci L U``: the means, and the 95% confidence interval of the mean of
+the paired differences by Student's t.
 """
 
 import argparse
