@@ -73,6 +73,10 @@ ATTACKS = {
         "    return 2 * n"
     ),
     "right, and a forged reply more": _FIND_REPLIES + "def double(n):\n    forge(b'N')\n    return 2 * n",
+    "right, and a right reply more": (
+        _FIND_REPLIES + "import sys\ndef double(n):\n    encode = sys._getframe(1).f_globals['encode']\n"
+        "    forge(encode(('returned', 2 * n, None), 1000))\n    return 2 * n"
+    ),
     "garbage instead of replies": (
         _FIND_REPLIES + "def double(n):\n    for fd in pipes():\n"
         "        try: os.write(fd, b'\\xff' * 100)\n        except OSError: pass\n    return 2 * n"

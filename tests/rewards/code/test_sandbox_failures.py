@@ -12,8 +12,9 @@ import pytest
 from sandbox_answers import CASES, PROBLEM, fenced, leftovers, processes
 
 from rlalign.rewards import Response, RewardSuite, Unavailable
-from rlalign.rewards.code import CodeReward, probe
+from rlalign.rewards.code import CodeReward, confine, probe
 from rlalign.rewards.code import reward as reward_module
+from rlalign.rewards.code.bubblewrap import find_bubblewrap
 from rlalign.rewards.code.limits import MARK, Tier
 
 RIGHT = fenced("def double(n): return 2 * n")
@@ -85,7 +86,10 @@ def test_a_test_that_hangs_costs_its_sample_only(hasty_reward):
     catch_all = "def check(c):\n    c(1)\n    try:\n        while True: pass\n    except:\n        pass\n"
     stubborn = {"entry_point": "f", "test": catch_all}
     one = fenced("def f(n): return 1")
+    assert hasty_reward([PROBLEM], [RIGHT]) == [1.0]
+    workers = hasty_reward._pool.pids()
     assert hasty_reward([loop, stubborn, PROBLEM], [one, one, RIGHT]) == [0.0, 0.0, 1.0]
+    assert hasty_reward._pool.pids() == workers
     assert hasty_reward.counts["timeouts"] == before + 2
 
 
@@ -134,6 +138,18 @@ def test_workers_and_answers_die_with_the_process_that_owns_them(tier):
     for descriptor in watched:
         assert select.select([descriptor], [], [], 20)[0]
         os.close(descriptor)
+
+
+def test_tier_1_works_wherever_bubblewrap_does():
+    namespaces = ["--unshare-pid", "--unshare-net"] if os.geteuid() == 0 else ["--unshare-all"]
+    for program in find_bubblewrap() if sys.platform == "linux" else []:
+        if subprocess.run([program, *namespaces, "--ro-bind", "/", "/", "true"], capture_output=True).returncode == 0:
+            CodeReward(tier=1, workers=1).close()
+
+
+def test_tier_2_works_wherever_the_kernel_has_what_it_needs():
+    if sys.platform == "linux" and confine.landlock_version() and confine.system_call_filter(None):
+        CodeReward(tier=2, workers=1).close()
 
 
 def test_the_tier_is_recorded_and_said(tier, caplog):
