@@ -1,6 +1,7 @@
 """Every file under configs/ parses; every algorithm's file trains as it is, at smaller sizes."""
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from rlalign.cli import main
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 BASE = CONFIGS / "base.yaml"
-ALGORITHMS = sorted(set(CONFIGS.glob("*.yaml")) - {BASE})
+CURRICULUM = CONFIGS / "curriculum.yaml"
+ALGORITHMS = sorted(set(CONFIGS.glob("*.yaml")) - {BASE, CURRICULUM})
 STRATEGIES = sorted(CONFIGS.glob("strategies/*.yaml"))
 SMOLLM2 = sorted(CONFIGS.glob("smollm2/*.yaml"))
+TASKS = sorted(CONFIGS.glob("tasks/*.yaml"))
 SHORT = [
     "--trainer.max_epochs=1",
     "--trainer.check_val_every_n_epoch=1",
@@ -37,7 +40,7 @@ def parse(capsys, *configs: Path) -> dict:
 
 
 def test_every_file_has_a_test():
-    known = {BASE, *ALGORITHMS, *STRATEGIES, *SMOLLM2, *CONFIGS.glob("sweeps/*.yaml")}
+    known = {BASE, CURRICULUM, *ALGORITHMS, *TASKS, *STRATEGIES, *SMOLLM2, *CONFIGS.glob("sweeps/*.yaml")}
     assert {name_of(path) for path in CONFIGS.rglob("*.y*ml")} == {name_of(path) for path in known}
     assert {"grpo", "dapo"} <= {path.stem for path in ALGORITHMS}
     assert STRATEGIES
@@ -72,3 +75,45 @@ def test_an_algorithm_trains_as_it_is(path, tmp_path, monkeypatch):
     names = {"config.yaml", "metrics.csv", "samples.jsonl", "curves.png", "checkpoints"}
     assert names <= {file.name for file in folder.iterdir()}
     assert (folder / "checkpoints" / "last.ckpt").exists()
+
+
+GSM8K = {"question": "What is 2+3?", "answer": "2+3 is <<2+3=5>>5.\n#### 5"}
+MBPP = {"prompt": "Write a function two() that returns 2.", "test_list": ["assert two() == 2"], "test_imports": []}
+HUMANEVAL = {
+    "task_id": "T/0",
+    "prompt": "def two():\n",
+    "entry_point": "two",
+    "test": "def check(candidate):\n    assert candidate() == 2\n",
+}
+ROWS = {"gsm8k": (GSM8K, GSM8K), "mbpp": (MBPP, HUMANEVAL)}
+
+
+@pytest.mark.parametrize("path", TASKS, ids=name_of)
+def test_a_task_is_added_to_any_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLALIGN_RUN", "")
+    monkeypatch.delenv("RLALIGN_RUN")
+    options = []
+    for split, row in zip(("train", "val"), ROWS.get(path.stem, ()), strict=False):
+        text = "".join(
+            json.dumps(row | {"prompt" if "prompt" in row else "question": f"{split} {i}? {row}"}) + "\n"
+            for i in range(4)
+        )
+        (tmp_path / f"{split}.jsonl").write_text(text)
+        options.append(f"--data.init_args.{split}={split}.jsonl")
+    options += ["--data.init_args.sampling.max_new_tokens=6"]
+    configs = [f"--config={file}" for file in (BASE, CONFIGS / "grpo.yaml", path)]
+    assert main(["fit", *configs, "--run=short", *SHORT, *options]) == 0
+    (row,) = csv.DictReader((tmp_path / "runs" / "short" / "metrics.csv").open())
+    assert 0 <= float(row["val/pass@1"]) <= 1
+    assert float(row["rollout/unavailable_share"]) == 0
+
+
+def test_the_curriculum_is_added_to_any_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLALIGN_RUN", "")
+    monkeypatch.delenv("RLALIGN_RUN")
+    configs = [f"--config={file}" for file in (BASE, CONFIGS / "grpo.yaml", CURRICULUM)]
+    assert main(["fit", *configs, "--run=short", *SHORT]) == 0
+    (row,) = csv.DictReader((tmp_path / "runs" / "short" / "metrics.csv").open())
+    assert float(row["rollout/curriculum/unseen_share"]) == 1
