@@ -215,7 +215,9 @@ class RolloutDataModule(SeededDataModule):
         self.train_prompts = self.val_prompts = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed, and what the curriculum has observed."""
+        """The seed, and what the curriculum has observed, where something is trained."""
+        if self.train_prompts is None:
+            return super().state_dict()
         return super().state_dict() | {"curriculum": {type(self.curriculum).__name__: self.curriculum.state_dict()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -104,6 +104,22 @@ def test_a_run_that_is_resumed_is_exact_kf74_kf75(tmp_path, tiny_model, data_fil
     assert str(states[0]) == str(states[1]) == str(data.state_dict())
 
 
+def test_a_checkpoint_of_a_curriculum_is_validated_without_one(tmp_path, tiny_model, data_file):
+    module, _, _, last = fit(tiny_model, data_file, tmp_path, 1, curriculum=CURRICULA["pools"]())
+    data = RolloutDataModule(
+        data_file,
+        {"length": length_reward},
+        sampling=SamplingParams(max_new_tokens=10),
+        val=data_file,
+        val_limit=4,
+        curriculum=CURRICULA["levels"](),
+    )
+    trainer = make_trainer()
+    (metrics,) = trainer.validate(module, data, ckpt_path=last, verbose=False, weights_only=True)
+    assert 0 <= metrics["val/pass@1"] <= 1
+    assert data.state_dict() == {"seed": 3}
+
+
 def test_the_state_matters_when_a_run_is_resumed(tmp_path, tiny_model, data_file):
     """Without what was observed, other prompts are drawn: the test above can fail."""
     make = CURRICULA["pools"]
