@@ -41,7 +41,7 @@ def train(arm: str, seed: int, options: list[str]) -> Curve:
     shutil.rmtree(RUNS / run, ignore_errors=True)
     command = [sys.executable, "-m", "rlalign.cli", "fit", "--run", run, f"--seed_everything={seed}"]
     command += [part for config in ARMS[arm] for part in ("--config", str(config))]
-    settings = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.check_val_every_n_epoch=2"]
+    settings = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.check_val_every_n_epoch=4"]
     command += [f"--{option}" for option in (*settings, *options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
