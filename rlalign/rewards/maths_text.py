@@ -8,7 +8,8 @@ _SYMBOLS = {
     "−": "-", "–": "-", "—": "-", "×": r" \times ", "÷": "/", "·": r" \cdot ", "⋅": r" \cdot ", "π": r" \pi ",
     "∞": r" \infty ", "≤": r" \le ", "≥": r" \ge ", "≠": r" \ne ", "±": r" \pm ", "∪": r" \cup ", "∩": r" \cap ",
     "∈": r" \in ", "∅": r" \emptyset ", "°": " degrees ", "⟨": r"\langle ", "⟩": r"\rangle ", "θ": r" \theta ",
-    "α": r" \alpha ", "β": r" \beta ", "λ": r" \lambda ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "√": r"\sqrt", "≈": r" \approx ",
+    "α": r" \alpha ", "β": r" \beta ", "λ": r" \lambda ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "√": r"\sqrt",
+    "≈": r" \approx ",
 }  # fmt: skip
 _UPRIGHT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|operatorname|rm|bf)\s*"
 _SPELLINGS = [(re.compile(pattern), new) for pattern, new in (

@@ -213,8 +213,7 @@ class WorkerPool:
     def run(self, items: Sequence[Any]) -> list[Any | Lost]:
         """The function of each item, in order.
 
-        An item over the time limit costs its worker, which is replaced; one that a worker dies of is tried once more,
-        alone.
+        An item over the time limit costs its worker, which is replaced; one that a worker dies of is tried once more.
 
         Returns:
             Results, :class:`Lost` where there is none.
@@ -244,7 +243,7 @@ class WorkerPool:
         queue = deque(range(len(items)))
         suspects: set[int] = set()  # a worker died of them once
         while queue or any(worker.todo for worker in self._team):
-            self._hand_out(items, queue, suspects)
+            self._hand_out(items, queue)
             assert self._selector is not None
             checks = [worker.check for worker in self._team if worker.todo and worker.since is not None]
             wait = max(0.0, min(checks) - time.monotonic()) if checks else None
@@ -260,7 +259,7 @@ class WorkerPool:
                     self._dismiss(worker)
         return results
 
-    def _hand_out(self, items: Sequence[Any], queue: deque[int], suspects: set[int]) -> None:
+    def _hand_out(self, items: Sequence[Any], queue: deque[int]) -> None:
         """Give every idle worker something to do, starting workers while there are too few."""
         for worker in [w for w in self._team if not w.todo and w.taken >= self.max_items]:
             self._dismiss(worker)
@@ -271,7 +270,7 @@ class WorkerPool:
             worker = idle[0] if idle else self._hire()
             size = min(_LARGEST_CHUNK, max(1, len(queue) // (2 * self.workers)))
             worker.todo.append(queue.popleft())
-            while worker.todo[0] not in suspects and len(worker.todo) < size and queue[0] not in suspects:
+            while len(worker.todo) < size:
                 worker.todo.append(queue.popleft())
             worker.taken += len(worker.todo)
             if worker.since is not None:

@@ -91,6 +91,12 @@ def test_an_answer_that_hangs_scores_0_and_the_next_is_graded_kf59(hasty):
     assert hasty.counts == {"timeouts": 3}
 
 
+def test_a_right_answer_that_cannot_be_read_in_time_is_none_kf59_kf65(hasty):
+    huge = r"\binom{99999999}{44444444}"
+    assert grade(hasty, [(huge, r"\boxed{x}"), (huge, ""), ("x", rf"\boxed{{{huge}}}")]) == [None, None, 0.0]
+    assert hasty.counts == {"unparseable_gold": 2, "timeouts": 1}
+
+
 def test_a_time_out_is_remembered(hasty):
     pairs = [("3", rf"\boxed{{{TOWER.format(1)}}}")]
     for calls in (1, 2, 3):

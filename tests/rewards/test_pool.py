@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlalign.rewards.pool import Lost, WorkerPool, default_workers
+from rlalign.rewards.pool import Lost, WorkerPool, _Worker, default_workers
 
 JOBS = """
 import os, sys, time
@@ -19,6 +19,9 @@ def job(item):
         while True: pass
     if item == "sleep": time.sleep(1000)
     if item == "die": os._exit(3)
+    if isinstance(item, str) and item.startswith("/") and not os.path.exists(item):
+        open(item, "w").close()
+        os._exit(1)
     if item == "hoard": return len(bytearray(10**11))
     if item == "raise": raise KeyError("no")
     if item == "print": print("x" * 100_000, flush=True)
@@ -80,9 +83,38 @@ def test_an_item_that_waits_for_ever_is_lost_too(pool):
     assert pool(time_limit=0.05).run(["sleep", 1]) == [Lost("timeout"), [1]]
 
 
+@pytest.mark.parametrize(
+    ("computed", "now", "late"),
+    [(0.2, 100.9, False), (0.2, 101.0, False), (0.9, 109.9, False), (0.2, 110.0, True), (1.0, 101.0, True)],
+)
+def test_a_worker_kept_from_computing_is_given_time(monkeypatch, computed, now, late):
+    monkeypatch.setattr("rlalign.rewards.pool._seconds_computed", lambda pid: 7.0)
+    worker = _Worker(pid=1, stream=None)
+    assert not worker.is_late(1e9, limit=1.0)  # still starting up
+    worker.begin(100.0, limit=1.0)
+    monkeypatch.setattr("rlalign.rewards.pool._seconds_computed", lambda pid: 7.0 + computed)
+    assert worker.is_late(now, limit=1.0) == late
+    assert late or worker.check > now or now < 101
+    monkeypatch.setattr("rlalign.rewards.pool._seconds_computed", lambda pid: None)  # where the system does not say
+    worker.begin(100.0, limit=1.0)
+    assert worker.is_late(now, limit=1.0) == (now >= 101)
+
+
 def test_a_worker_that_dies_costs_only_its_item_kf72(pool):
     items = [0, "die", 1, "hoard", *range(2, 40)]
     assert pool().run(items) == [[0], Lost("death"), [1], Lost("death"), *([i] for i in range(2, 40))]
+
+
+def test_the_rest_of_a_chunk_is_not_lost(pool):
+    items = [*range(100), "spin", *range(100, 200), "die", *range(200, 300)]
+    results = pool(workers=1).run(items)
+    assert [results.pop(201), results.pop(100)] == [Lost("death"), Lost("timeout")]
+    assert results == [[i] for i in range(300)]
+
+
+def test_an_item_is_tried_again_after_a_death(pool, tmp_path):
+    once = str(tmp_path / "been here")
+    assert pool(workers=1).run([1, once, 2]) == [[1], [once], [2]]
 
 
 def test_an_exception_is_the_items_own(pool):
