@@ -13,7 +13,7 @@ class EasyToHard(Curriculum):
     r"""The easiest prompts first; the share of them that may be used grows, and those used before stay.
 
     In iteration :math:`t` the share, from :math:`c_0` to 1 in :math:`T` iterations, is that of a competence (Platanios
-    et al. 2019, https://arxiv.org/abs/1903.09848, eq. 3 and 7, or a stair):
+    et al. 2019, https://arxiv.org/abs/1903.09848, their linear and their square-root one), or a stair:
 
     .. math:: c_0 + (1 - c_0) \frac{t}{T}, \qquad \sqrt{c_0^2 + (1 - c_0^2) \frac{t}{T}}, \qquad
         c_0 + (1 - c_0) \frac{\lfloor s\, t / T \rfloor}{s}
