@@ -12,6 +12,7 @@ from rlalign.rewards.maths_quantity import Quantity, quantity, same_quantity
 from rlalign.rewards.maths_text import choice, normalise, words
 from rlalign.rewards.pool import Lost, WorkerPool
 
+_JUDGE = "rlalign.rewards.workers.maths_equal:judge"
 _WARM_UP = [  # the parser learns its grammar while it reads, which costs the first formulas ten times the time
     (r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}"),
     (r"\sqrt[3]{x}+2\pi", r"-\sqrt{3}e^{-x}"),
@@ -33,7 +34,8 @@ class MathReward(NamedReward):
     currencies, units, percent, fractions), words and letters of choices are compared here, exactly, see
     :func:`rlalign.rewards.maths_quantity.same_quantity`. Expressions, equations, lists, sets, tuples, intervals,
     inequalities and matrices are read by math-verify's parser in worker processes and compared as
-    :func:`rlalign.rewards.maths_equal.same` says. Naming several candidates does not help: a list equals only a list.
+    :func:`rlalign.rewards.workers.maths_equal.same` says. Naming several candidates does not help: a list equals only
+    a list.
 
     An answer over the time limit scores 0 and is counted. So is one that math-verify cannot parse, and one that is too
     long. A right answer that cannot be parsed, or not within the time limit, gives ``None``. An answer of which a
@@ -79,7 +81,9 @@ class MathReward(NamedReward):
         self.key, self.extract, self.max_characters, self.cache_size = key, extract, max_characters, cache_size
         self.columns = (key,)
         self.counts: Counter[str] = Counter()
-        self.pool = WorkerPool("rlalign.rewards.maths_equal:judge", time_limit, workers, memory_mib, warm_up=_WARM_UP)
+        self.pool = WorkerPool(
+            "rlalign.rewards.workers.maths_equal:judge", time_limit, workers, memory_mib, warm_up=_WARM_UP
+        )
         self._cache: OrderedDict[Pair, Verdict] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -230,7 +230,7 @@ def test_a_worker_that_dies_of_an_answer_makes_it_unavailable(monkeypatch):
     assert "No worker process for maths" in str(lost)
     assert reward.counts == {"worker_deaths": 1}
     assert grade(reward, [("5", "5"), ("x", r"\boxed{2x}")])[0] == 1.0
-    reward.pool.function = "rlalign.rewards.maths_equal:judge"
+    reward.pool.function = "rlalign.rewards.workers.maths_equal:judge"
     assert grade(reward, [("x", r"\boxed{2x}")]) == [0.0]
     reward.close()
 
@@ -243,12 +243,12 @@ import importlib
 names = [n for n in sys.modules if n.startswith("rlalign")]
 folders = {n: list(sys.modules[n].__path__) for n in ("rlalign", "rlalign.rewards")}
 for n in names: del sys.modules[n]
-judge = load("rlalign.rewards.maths_equal:judge", folders)
+judge = load("rlalign.rewards.workers.maths_equal:judge", folders)
 print(judge(["x", "2x-x"]), *sorted(n for n in sys.modules if n.split(".")[0] in ("rlalign", "torch", "datasets")))
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    modules = {"equal", "rlalign", "rlalign.rewards"}
-    modules |= {f"rlalign.rewards.maths_{name}" for name in ("equal", "quantity", "read")}
+    modules = {"equal", "rlalign", "rlalign.rewards", "rlalign.rewards.maths_quantity", "rlalign.rewards.workers"}
+    modules |= {f"rlalign.rewards.workers.maths_{name}" for name in ("equal", "read")}
     assert set(output) == modules
 
 

@@ -11,7 +11,7 @@ import sympy
 from math_verify import verify
 
 from rlalign.rewards.maths_quantity import Quantity, is_rounded, same_quantity
-from rlalign.rewards.maths_read import (
+from rlalign.rewards.workers.maths_read import (
     Equation,
     Inequality,
     Region,
