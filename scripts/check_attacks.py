@@ -6,6 +6,8 @@ The file is Python that you trust, with ``ENTRY`` (a function's name), ``PROMPT`
 value), ``MARK`` and ``ATTACKS``: name -> (source, ``zero`` or ``one``, kind). An answer of ``one`` is honest. One that
 kills everything it can (``a27``) is run in tier 1 only, one that leaves files for the next (``persist``) is run twice.
 
+Run nothing else that uses the sandbox meanwhile: its processes would be taken for leftovers.
+
 The last line is ``attacks P/N controls C/M leftovers L``: attacks that scored above 0 (must be 0), honest answers that
 scored 1 (must be all), and processes, files and broken graders left (must be 0).
 """
@@ -59,8 +61,7 @@ def files() -> set[str]:
     shared = {tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"}
     found = {str(path) for folder in shared | here for path in Path(folder or ".").glob("rlsb_*")}
     found |= {os.path.join(folder, name) for folder in shared | here for name in (*FILES, *LINKS)}
-    found = {path for path in found if os.path.lexists(path)}
-    return found | {str(path) for path in Path(tempfile.gettempdir()).glob(f"{MARK}-*")}
+    return {path for path in found if os.path.lexists(path)} | set(map(str, Path(tempfile.gettempdir()).iterdir()))
 
 
 def main() -> int:
@@ -70,7 +71,15 @@ def main() -> int:
     parser.add_argument("--tier", type=int, choices=(1, 2), help="the best that works by default")
     arguments = parser.parse_args()
     module = load(arguments.file)
-    reward = CodeReward(tier=arguments.tier or "auto", timeout=DEADLINE, workers=1)
+    with tempfile.TemporaryDirectory() as folder:  # what is left in it comes from here
+        os.chmod(folder, 0o711)
+        tempfile.tempdir = folder
+        return check(module, arguments.tier)
+
+
+def check(module: ModuleType, tier: int | None) -> int:
+    """Grade every answer of a file; 0 if all is well."""
+    reward = CodeReward(tier=tier or "auto", timeout=DEADLINE, workers=1)
     print(f"tier {reward.tier}")
     lines = [f"    assert candidate(*{tuple(given)!r}) == {value!r}" for given, value in module.TESTS]
     example = {

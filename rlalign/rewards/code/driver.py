@@ -57,15 +57,15 @@ def answer_calls(job: dict, max_bytes: int, requests, replies: int, encode, deco
     names = sys.modules["answer"].__dict__
     while True:
         size = int.from_bytes(requests.read(4), "little")
-        name, arguments, keywords = decode(requests.read(size))
+        number, name, arguments, keywords = decode(requests.read(size))
         before = encode(arguments, max_bytes)
-        reply = call(names, name, arguments, keywords)
+        reply = call(names, name, arguments, keywords) if name else ("returned", None)
         changed = None
         try:
             changed = None if encode(arguments, max_bytes) == before else arguments
-            data = encode((*reply, changed), max_bytes)
+            data = encode((number, *reply, changed), max_bytes)
         except TypeError as error:
-            data = encode(("unsendable", str(error)[:300], None), max_bytes)
+            data = encode((number, "unsendable", str(error)[:300], None), max_bytes)
         send(replies, data)
 
 

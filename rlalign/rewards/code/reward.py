@@ -42,8 +42,8 @@ class CodeReward(NamedReward):
         tolerance: By how much a float may differ from the right one, relative to it; ``check`` functions and
             assertions compare by themselves.
         workers: Answers that run at once; the cores of this machine, divided by the ranks on it, by default.
-        allow_unsafe: Whether ``tier: 3`` is allowed, which keeps an answer from nothing: it reads, writes and sends what
-            it likes. Only for code that you trust, or on a machine that you would give away.
+        allow_unsafe: Whether ``tier: 3`` is allowed, which keeps an answer from nothing: it reads, writes and sends
+            what it likes. Only for code that you trust, or on a machine that you would give away.
 
     Raises:
         ValueError: If a number is out of bounds.

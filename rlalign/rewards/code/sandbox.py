@@ -76,6 +76,7 @@ class Sandbox:
         self._tier, self._limits, self._program = tier, limits, program
         self._process: subprocess.Popen | None = None
         self._open: list[int] = []
+        self._calls = 0
         self._folder = None if tier.number == 1 else tempfile.mkdtemp(prefix=f"{MARK}-")
         try:
             self._start()
@@ -114,18 +115,27 @@ class Sandbox:
             Unsendable: If an argument cannot be sent.
             Gone: If there is no reply, or not the only one.
         """
-        data = encode([name, arguments, keywords], self._limits.output)
-        self.check_silent()
+        self._calls += 1
+        data = encode([self._calls, name, arguments, keywords], self._limits.output)
+        self._check_silent()
         self._send(len(data).to_bytes(4, "little") + data)
         reply = self._receive()
-        if not (isinstance(reply, tuple) and len(reply) == 3 and isinstance(reply[0], str)):
+        if not (isinstance(reply, tuple) and len(reply) == 4 and reply[0] == self._calls and isinstance(reply[1], str)):
             raise Gone("forged")
-        if reply[0] == "exit":
+        if reply[1] == "exit":
             raise Gone("exit")
-        return reply
+        return reply[1:]
 
-    def check_silent(self) -> None:
-        """Raise ``Gone`` if the answer has sent what nothing asked for, or has ended."""
+    def finish(self) -> None:
+        """Make sure that the answer is still there, in time, and has sent one reply to each call and nothing else.
+
+        Raises:
+            Gone: If not.
+        """
+        self.call("", [], {})  # a reply that was sent too early is taken for this one, and has another number
+        self._check_silent()
+
+    def _check_silent(self) -> None:
         if select.select([self._replies], [], [], 0)[0]:
             raise Gone("forged" if os.read(self._replies, 1) else "died")
 

@@ -86,17 +86,17 @@ def _run_functions(job: dict[str, Any], verdicts: list[bool]) -> None:
     names = called_names(job["tests"], setup) if kind == "assertions" else [job["entry_point"]]
     with Sandbox(job["tier"], job["limits"], job["code"], job["prompt"], tuple(names)) as sandbox:
         Path(job["running"]).touch()
-        if sandbox.loaded():
-            return
         candidate = Candidate(sandbox)
         with _alarm(sandbox.deadline):
+            if sandbox.loaded():
+                return
             if kind == "check":
                 verdicts += run_check(job["test"], job["prompt"], names[0], candidate)
             elif kind == "assertions":
                 run_assertions(job["tests"], setup, candidate, names, job["stop"], verdicts)
             else:
                 run_cases(job["tests"], names[0], candidate, job["tolerance"], job["stop"], verdicts)
-        candidate.check_honest(sandbox.deadline)
+        candidate.finish()
 
 
 def _run_programs(job: dict[str, Any], verdicts: list[bool]) -> None:

@@ -75,7 +75,11 @@ ATTACKS = {
     "right, and a forged reply more": _FIND_REPLIES + "def double(n):\n    forge(b'N')\n    return 2 * n",
     "right, and a right reply more": (
         _FIND_REPLIES + "import sys\ndef double(n):\n    encode = sys._getframe(1).f_globals['encode']\n"
-        "    forge(encode(('returned', 2 * n, None), 1000))\n    return 2 * n"
+        "    for k in range(5): forge(encode((k, 'returned', 2 * n, None), 1000))\n    return 2 * n"
+    ),
+    "right, and the next reply with it": (
+        _FIND_REPLIES + "import sys\ndef double(n):\n    encode = sys._getframe(1).f_globals['encode']\n"
+        "    forge(encode(({2: 1, -3: 2, 21: 3}[n], 'returned', 2 * n, None), 1000))\n    return 2 * n"
     ),
     "garbage instead of replies": (
         _FIND_REPLIES + "def double(n):\n    for fd in pipes():\n"

@@ -27,9 +27,10 @@ def test_answers_that_hang_score_zero_and_nothing_is_left_kf72(hasty_reward):
 
 def test_a_share_is_not_had_by_forging(make_reward):
     share = make_reward(score="share")
-    forged = ATTACKS["right, and a right reply more"]
+    forged = [ATTACKS["right, and a right reply more"], ATTACKS["right, and the next reply with it"]]
     right_once = "def double(n):\n    if n == 2: return 4\n    import os; os._exit(0)"
-    assert share([CASES] * 2, [fenced(forged), fenced(right_once)]) == [0.0, pytest.approx(1 / 3)]
+    scores = share([CASES] * 3, [fenced(code) for code in (*forged, right_once)])
+    assert scores == [0.0, 0.0, pytest.approx(1 / 3)]
 
 
 def test_a_changed_argument_is_not_compared_with_itself(reward):

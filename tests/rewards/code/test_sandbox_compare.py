@@ -13,6 +13,8 @@ from rlalign.rewards.code.compare import equal, same_output
         (True, 1, False),
         (1, True, False),
         (True, True, True),
+        (True, 1.0, False),
+        (1.0, True, False),
         (1, 1.0, True),
         (1.0, 1, True),
         (0.1 + 0.2, 0.3, True),

@@ -93,11 +93,22 @@ def test_a_test_that_hangs_costs_its_sample_only(hasty_reward):
     assert hasty_reward.counts["timeouts"] == before + 2
 
 
+def test_an_answer_that_is_right_too_late_is_not_right(hasty_reward):
+    before = hasty_reward.counts["timeouts"]
+    late = {
+        "entry_point": "f",
+        "test": "import time\ndef check(c):\n    time.sleep(0.7)\n    c(1)\n    time.sleep(0.1)\n",
+    }
+    end = {"entry_point": "f", "test": "import time\ndef check(c):\n    c(1)\n    time.sleep(0.7)\n"}
+    assert hasty_reward([late, end], [fenced("def f(n): return 1")] * 2) == [0.0, 0.0]
+    assert hasty_reward.counts["timeouts"] == before + 2
+
+
 def test_a_test_that_no_signal_reaches_costs_its_sample_only(hasty_reward, monkeypatch):
     monkeypatch.setattr(reward_module, "START_SECONDS", 1.0)
     before = hasty_reward.counts["timeouts"]
-    test = "import re\ndef check(c):\n    re.match('(a+)+$', c(1))\n"
-    answer = fenced("def f(n): return 'a' * 64 + 'b'")
+    test = "def check(c):\n    assert sum(range(c(1))) > 0\n"
+    answer = fenced("def f(n): return 10**15")
     assert hasty_reward([{"entry_point": "f", "test": test}, PROBLEM], [answer, RIGHT]) == [0.0, 1.0]
     assert hasty_reward.counts["timeouts"] == before + 1
     assert not leftovers(hasty_reward)

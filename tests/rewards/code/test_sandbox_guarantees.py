@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from sandbox_answers import fenced
 
+from rlalign.rewards.code.bubblewrap import bubblewrap_command
+
 OBSERVE = "def check(candidate):\n    seen = candidate()\n    assert seen == {expected!r}, seen\n"
 
 
@@ -115,6 +117,20 @@ def test_the_working_folder_is_empty_at_first_and_sized(sees, tier):
         assert fails(sees, "open('/dev/shm/x', 'w')")
         assert fails(sees, "os.mkdir('folder')")
         assert not sees("for i in range(3000): open(f'f{i}', 'w').close()\nimport time; time.sleep(1); return 1", 1)
+
+
+@pytest.mark.parametrize("user_namespace", [True, False])
+def test_bubblewrap_is_told_to_take_everything_away(user_namespace):
+    command = bubblewrap_command("bwrap", user_namespace, 1000, 9)
+    kinds = {"pid", "net", "ipc", "uts"} | ({"user"} if user_namespace else set())
+    assert {f"--unshare-{kind}" for kind in kinds} <= set(command)
+    assert {"--die-with-parent", "--new-session", "--remount-ro"} <= set(command)
+    assert command[command.index("--cap-drop") + 1] == "ALL"
+    given = {command[i + 1] for i, option in enumerate(command) if option == "--cap-add"}
+    assert given == (set() if user_namespace else {"CAP_SETUID", "CAP_SETGID"})
+    assert command[command.index("--seccomp") + 1] == "9"
+    bound = {command[i + 1] for i, option in enumerate(command) if option in ("--bind", "--dev-bind")}
+    assert bound == {"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"}
 
 
 def test_limits_are_set_and_final(sees):

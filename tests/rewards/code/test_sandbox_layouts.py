@@ -119,7 +119,9 @@ def test_exceptions_that_a_test_expects(reward):
     ],
 )
 def test_programs(reward, body, score):
+    before = reward.counts["timeouts"]
     assert reward([{"inputs": ["1 2\n"], "outputs": ["3\n"]}], [fenced(body)]) == [score]
+    assert reward.counts["timeouts"] == before
 
 
 def test_a_large_input_and_one_that_is_not_read(reward):
@@ -133,6 +135,11 @@ def test_a_program_that_waits_or_spins_is_ended(hasty_reward):
     example = {"inputs": ["1"] * 3, "outputs": ["1"] * 3}
     assert hasty_reward([example], [fenced("print(1, flush=True)\nwhile True: pass")]) == [0.0]
     assert hasty_reward.counts["timeouts"] == before + 1
+
+
+def test_the_time_of_a_program_is_that_of_all_its_runs(hasty_reward):
+    example = {"inputs": ["1"] * 3, "outputs": ["1"] * 3}
+    assert hasty_reward([example], [fenced("import time\ntime.sleep(0.3)\nprint(1)")]) == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +168,7 @@ def test_what_is_missing_is_said(example, message):
         ({"test": "def check(c): pass", "entry_point": "f"}, "neither defines check.candidate. nor calls f"),
         ({"test": "import no_such_module", "entry_point": "f"}, "fails before it calls f: ModuleNotFoundError"),
         ({"test": "def check(c): c(object())", "entry_point": "f"}, "calls f with what cannot be sent.*type object"),
+        ({"test": "def check(c):\n    c(1)\n    exit()", "entry_point": "f"}, "ends the process that it runs in"),
         ({"test_list": ["assert True"]}, "call no function"),
         ({"test_list": ["assert f( =="]}, "not Python"),
         ({"test_list": ["assert f(1)"], "test_setup_code": "1 / 0"}, "setup of the tests fails: ZeroDivisionError"),
