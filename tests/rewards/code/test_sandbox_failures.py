@@ -135,9 +135,12 @@ reward([PROBLEM], [fenced("def double(n):\\n    while True: pass")])
 """
 
 
-def test_workers_and_answers_die_with_the_process_that_owns_them(tier):
+def test_workers_and_answers_die_with_the_process_that_owns_them(tier, tmp_path):
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tier), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, str(tier), str(Path(__file__).parent)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # killed, it leaves its folder
     )
     pids = [int(pid) for pid in owner.stdout.readline().split()]
     assert len(pids) == 2
