@@ -35,19 +35,26 @@ Curve = list[tuple[float, float]]
 """Tokens sampled so far, and held-out pass@1."""
 
 
+def command(arm: str, seed: int, options: list[str]) -> list[str]:
+    """What trains; what comes later on the command line overrides what came before."""
+    settings = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.check_val_every_n_epoch=4"]
+    return [
+        *(sys.executable, "-m", "rlalign.cli", "fit", "--run", f"curriculum-{arm}-{seed}"),
+        *(part for config in ARMS[arm] for part in ("--config", str(config))),
+        *(f"--{option}" for option in (*settings, *options, f"seed_everything={seed}")),
+    ]
+
+
 def train(arm: str, seed: int, options: list[str]) -> Curve:
     """One run, in a process of its own with one thread."""
-    run = f"curriculum-{arm}-{seed}"
-    shutil.rmtree(RUNS / run, ignore_errors=True)
-    command = [sys.executable, "-m", "rlalign.cli", "fit", "--run", run, f"--seed_everything={seed}"]
-    command += [part for config in ARMS[arm] for part in ("--config", str(config))]
-    settings = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.check_val_every_n_epoch=4"]
-    command += [f"--{option}" for option in (*settings, *options)]
+    folder = RUNS / f"curriculum-{arm}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    words = command(arm, seed, options)
+    done = subprocess.run(words, env=environment, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
-    curve = read_curve(RUNS / run / "metrics.csv")
+        raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr}")
+    curve = read_curve(folder / "metrics.csv")
     print(f"seed {seed} {arm:7s}: {curve[-1][1]:.3f} after {curve[-1][0]:,.0f} tokens", flush=True)
     return curve
 

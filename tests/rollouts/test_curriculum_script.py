@@ -2,6 +2,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import yaml
+
+from rlalign.cli import main
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -21,6 +24,20 @@ def test_a_curve_is_over_the_tokens_of_all_iterations(script, tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("iteration,rollout/tokens,val/pass@1\n0,100,0.5\n1,50,\n2,70,0.7\n")
     assert script.read_curve(path) == [(100.0, 0.5), (220.0, 0.7)]
+
+
+@pytest.mark.parametrize("arm", ["with", "without"])
+def test_both_arms_train_with_the_seed_that_they_are_told(script, arm, capsys):
+    words = script.command(arm, 7, ["trainer.max_epochs=3"])
+    with pytest.raises(SystemExit) as exit_:
+        main([*words[3:], "--print_config"])
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    config = yaml.safe_load(printed[printed.index("seed_everything:") :])
+    assert config["seed_everything"] == 7
+    assert config["trainer"]["max_epochs"] == 3
+    assert (config["data"]["init_args"]["curriculum"] is not None) == (arm == "with")
+    assert config["model"]["class_path"].endswith("GRPO")
 
 
 CURVE = [(100.0, 0.4), (200.0, 0.6), (400.0, 1.0)]
