@@ -1,4 +1,5 @@
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,32 @@ def test_both_arms_train_with_the_seed_that_they_are_told(script, arm, capsys):
     assert config["trainer"]["max_epochs"] == 3
     assert (config["data"]["init_args"]["curriculum"] is not None) == (arm == "with")
     assert config["model"]["class_path"].endswith("GRPO")
+
+
+@pytest.mark.parametrize("out_of_reach", [False, True])
+def test_the_curriculum_trains_as_it_is(script, tmp_path, monkeypatch, out_of_reach):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLALIGN_RUN", "")  # the command sets it: what is noted here is undone after the test
+    monkeypatch.delenv("RLALIGN_RUN")
+    options = [f"data.init_args.train={script.with_problems_out_of_reach(0.5)}"] if out_of_reach else []
+    options += ["trainer.max_epochs=2", "data.init_args.prompts_per_iteration=4", "data.init_args.val_limit=4"]
+    options.append("trainer.check_val_every_n_epoch=1")
+    assert main(script.command("with", 1, options)[3:]) == 0
+    curve = script.read_curve(tmp_path / "runs" / "curriculum-with-1" / "metrics.csv")
+    assert len(curve) == 2
+    assert 0 < curve[0][0] < curve[1][0]
+
+
+def test_problems_out_of_reach_have_their_share_and_a_level_of_their_own(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in script.with_problems_out_of_reach(0.25).read_text().splitlines()]
+    added = [row for row in rows if row["level"] == 4]
+    assert len(rows) - len(added) == 2100
+    assert len(added) / len(rows) == pytest.approx(0.25, abs=0.005)
+    for row in added:
+        first, second = row["question"].removesuffix("=").split("+")
+        assert len(first) == len(second) == 3
+        assert int(first) + int(second) == int(row["answer"])
 
 
 CURVE = [(100.0, 0.4), (200.0, 0.6), (400.0, 1.0)]
