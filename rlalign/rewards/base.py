@@ -1,6 +1,7 @@
 """What a reward is: any callable of an example and a response."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -13,20 +14,30 @@ class Response(str):
         num_tokens: Tokens of the response, the end token included.
         truncated: Whether the length limit cut it.
         prefill: What the prompt already put into the mouth of the assistant (a ``<think>``, say).
+        token_ids: Its tokens, the end token included; ``None`` where they are not known.
     """
 
     num_tokens: int
     truncated: bool
     prefill: str
+    token_ids: tuple[int, ...] | None
 
-    def __new__(cls, text: str, num_tokens: int = 0, truncated: bool = False, prefill: str = "") -> "Response":
+    def __new__(
+        cls,
+        text: str,
+        num_tokens: int = 0,
+        truncated: bool = False,
+        prefill: str = "",
+        token_ids: Sequence[int] | None = None,
+    ) -> "Response":
         """Make the string and hang its attributes on it."""
         self = super().__new__(cls, text)
         self.num_tokens, self.truncated, self.prefill = num_tokens, truncated, prefill
+        self.token_ids = None if token_ids is None else tuple(token_ids)
         return self
 
     def __getnewargs__(self) -> tuple:
-        return str(self), self.num_tokens, self.truncated, self.prefill
+        return str(self), self.num_tokens, self.truncated, self.prefill, self.token_ids
 
 
 class Unavailable(Exception):

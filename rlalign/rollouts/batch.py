@@ -135,7 +135,8 @@ class Rollout:
     @property
     def response(self) -> Response:
         """The text, as rewards take it."""
-        return Response(self.text, len(self.token_ids), self.truncated, self.prefill)
+        ids = self.token_ids.tolist()
+        return Response(self.text, len(ids), self.truncated, self.prefill, ids)
 
 
 def _pad(rows: Sequence[Tensor], width: int, left: bool, fill: float) -> Tensor:

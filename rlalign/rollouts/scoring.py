@@ -28,6 +28,7 @@ def score(
             num_tokens=len(c.token_ids),
             truncated=c.finish_reason == "length",
             prefill=prompt.prefill,
+            token_ids=c.token_ids,
         )
         for c, (prompt, _) in zip(completions, prompts, strict=True)
     ]
