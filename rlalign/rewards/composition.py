@@ -3,13 +3,16 @@
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 Score = float | None
 Normalization = Literal["group", "batch"]
 
 OPEN = 0.5
 """A gate is open from this score on."""
+LARGEST = 1e18
+"""A score or total beyond it counts as infinite: single precision cannot add up the squares of larger ones."""
 _EPS = 1e-4  # as in the group's advantage
 _DECIMALS = 9
 
@@ -24,7 +27,7 @@ class Composition:
     3. *Normalise*, if a group size is given: :math:`(r - \bar r) / (s + 10^{-4})`, with the mean and the standard
        deviation (``ddof`` 1) of the scores of the prompt's ``group``, or of the whole ``batch``, those that could not
        be computed left out. Where all are equal, exactly 0.
-    4. *Weight* and sum. A total without a score of a reward of non-zero weight is none.
+    4. *Weight* and sum. A total without a score of a reward of non-zero weight is none, as is one beyond 1e18.
 
     Group by group is the decoupled normalisation of GDPO (Liu et al. 2026, https://arxiv.org/abs/2601.05242): with
     ``scale_rewards: none`` a ``GRPO`` learns from that sum as it is; the paper normalises it once more, over the batch.
@@ -49,22 +52,23 @@ class Composition:
         normalization: Mapping[str, Normalization] | None = None,
     ) -> None:
         self.names = list(names)
-        gates = {name: [gate] if isinstance(gate, str) else list(gate) for name, gate in (gates or {}).items()}
         used = {"weights": weights, "gates": gates, "ranges": ranges, "normalization": normalization}
         for where, mapping in used.items():
+            if not isinstance(mapping or {}, Mapping):
+                raise ValueError(f"reward_{where}: expected names of rewards with a value each, got {mapping!r}.")
             for name in mapping or {}:
-                self.check_name(name, where)
-        self.weights = {name: float((weights or {}).get(name, 1.0)) for name in self.names}
-        if not all(map(math.isfinite, self.weights.values())):
-            raise ValueError(f"Reward weights must be finite, got {self.weights}.")
-        self.gates = gates
+                self.check_name(name, f"reward_{where}")
+        self.weights = {name: _checked_weight(name, (weights or {}).get(name, 1.0)) for name in self.names}
+        if not any(self.weights.values()):
+            raise ValueError("reward_weights: all are 0, and there is nothing to learn from; give one another weight.")
+        self.gates = {name: _checked_gates(name, gate) for name, gate in (gates or {}).items()}
         self._order = self._sorted_by_gates()
         self.ranges = {name: _checked_range(name, bounds) for name, bounds in (ranges or {}).items()}
         self.normalization = dict(normalization or {})
         for name, over in self.normalization.items():
             if over not in ("group", "batch"):
                 raise ValueError(
-                    f"normalization: '{name}' is normalised over its 'group' or the 'batch', not '{over}'."
+                    f"reward_normalization: '{name}' is normalised over its 'group' or the 'batch', not {over!r}."
                 )
 
     def totals(self, components: Mapping[str, Sequence[Score]], group_size: int | None = None) -> list[Score]:
@@ -94,7 +98,8 @@ class Composition:
                 continue
             total = sum(weighted[name] * score for name, score in scores.items() if score)
             # Totals that are equal but for rounding must stay so: a group's advantage divides by their deviation.
-            totals.append(round(total, _DECIMALS) + 0.0 if is_normalised else total)
+            total = round(total, _DECIMALS) + 0.0 if is_normalised else total
+            totals.append(total if abs(total) <= LARGEST else None)
         return totals
 
     def shares(self, components: Mapping[str, Sequence[Score]]) -> dict[str, float]:
@@ -123,7 +128,7 @@ class Composition:
             ValueError: If there is none; the message names the nearest.
         """
         if name not in self.names:
-            near = difflib.get_close_matches(name, self.names, n=1, cutoff=0)[0]
+            near = difflib.get_close_matches(str(name), self.names, n=1, cutoff=0)[0]
             raise ValueError(f"{where}: there is no reward '{name}'; did you mean '{near}'?")
 
     def _gated(self, components: Mapping[str, Sequence[Score]]) -> dict[str, list[Score]]:
@@ -157,10 +162,10 @@ class Composition:
         def visit(name: str, path: list[str]) -> None:
             if name in path:
                 circle = " <- ".join([*path[path.index(name) :], name])
-                raise ValueError(f"gates: a reward cannot be a gate of its own gate: {circle}.")
+                raise ValueError(f"reward_gates: a reward cannot be a gate of its own gate: {circle}.")
             if name not in done:
                 for gate in self.gates.get(name, ()):
-                    self.check_name(gate, "gates")
+                    self.check_name(gate, "reward_gates")
                     visit(gate, [*path, name])
                 done.append(name)
 
@@ -183,7 +188,28 @@ def standardized(scores: Sequence[Score]) -> list[Score]:
     return [None if score is None else (score - mean) / (std + _EPS) for score in scores]
 
 
+def _checked_weight(name: str, weight: float) -> float:
+    if not _is_number(weight) or not math.isfinite(weight):
+        raise ValueError(f"reward_weights must be finite numbers, got {weight!r} for '{name}'.")
+    return float(weight)
+
+
+def _checked_gates(name: str, gates: str | Sequence[str]) -> list[str]:
+    found = [gates] if isinstance(gates, str) else gates
+    if not isinstance(found, Sequence) or not found or not all(isinstance(gate, str) for gate in found):
+        raise ValueError(f"reward_gates: '{name}' needs the name of a reward, or a list of names, got {gates!r}.")
+    return list(found)
+
+
 def _checked_range(name: str, bounds: Sequence[float]) -> tuple[float, float]:
-    if len(bounds) != 2 or not float(bounds[0]) < float(bounds[1]):
-        raise ValueError(f"ranges: '{name}' needs the lowest and the highest value, [-1, 1], say, got {list(bounds)}.")
+    is_pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(map(_is_number, bounds))
+    if not is_pair or not bounds[0] < bounds[1]:
+        raise ValueError(
+            f"reward_ranges: '{name}' needs the lowest and the highest value, [-1, 1], say, got "
+            f"{list(bounds) if isinstance(bounds, tuple) else bounds!r}."
+        )
     return float(bounds[0]), float(bounds[1])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,7 +1,6 @@
 """Several rewards as one."""
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlalign.rewards.base import Response, Unavailable
-from rlalign.rewards.composition import OPEN, Composition, Normalization, Score
+from rlalign.rewards.checks import check_count, check_rewards
+from rlalign.rewards.composition import LARGEST, OPEN, Composition, Normalization, Score
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Tally:
     Attributes:
         seconds: Each reward by name -> time spent in it.
         counts: ``NAME_COUNT`` -> by how much what the reward NAME counts in its ``counts`` has grown.
-        unavailable: Each reward that could not reach what judges -> why, the last time, in one line.
+        unavailable: Each reward that could not reach what judges -> why, the first time, in one line.
         errors: Each reward that ever raised -> the first exception, in one line.
     """
 
@@ -57,9 +57,10 @@ class RewardSuite:
     """Several rewards, put together by a :class:`~rlalign.rewards.composition.Composition`.
 
     A reward is ``reward(example, response) -> float | None``; one with the attribute ``batched = True`` takes lists of
-    both and returns a list. Where one gives ``None``, a number that is not finite, or raises, that response has no
-    total. If a batched one raises, it is called again with one response at a time, so that only those are lost on which
-    it raises alone; unless it says that what judges is :class:`~rlalign.rewards.base.Unavailable`.
+    both and returns a list. Where one gives ``None``, raises, or gives a number that is not finite (or beyond 1e18,
+    which single precision cannot square), that response has no total. If a batched one raises, it is called again with
+    one response at a time, so that only those are lost on which it raises alone; unless it says that what judges is
+    :class:`~rlalign.rewards.base.Unavailable`.
 
     Attributes:
         composition: How the scores become one number.
@@ -76,7 +77,8 @@ class RewardSuite:
         normalization: See there.
 
     Raises:
-        ValueError: If there is no reward, a name is unknown, or a setting of the composition is not usable.
+        ValueError: If there is no reward, one is no reward (:func:`~rlalign.rewards.checks.check_rewards`), a name is
+            unknown, or a setting of the composition is not usable.
     """
 
     def __init__(
@@ -88,8 +90,7 @@ class RewardSuite:
         ranges: Mapping[str, Sequence[float]] | None = None,
         normalization: Mapping[str, Normalization] | None = None,
     ) -> None:
-        if not rewards:
-            raise ValueError("A suite needs at least one reward.")
+        check_rewards(rewards)
         self.rewards = dict(rewards)
         self.composition = Composition(self.rewards, weights, gates, ranges, normalization)
         self.correct = next(iter(self.rewards)) if correct is None else correct
@@ -97,12 +98,16 @@ class RewardSuite:
         self.first_errors: dict[str, str] = {}
         self._tally = Tally()
         self._lost_calls: Counter[str] = Counter()
+        self._counted: dict[str, str] = {}
+        self._unread: set[str] = set()
+        self._unreached: set[str] = set()
 
     def __call__(self, examples: Sequence[dict[str, Any]], responses: Sequence[Response]) -> Scores:
         """Score responses, ``responses[i]`` being one to ``examples[i]``.
 
         Raises:
-            ValueError: If there are not as many examples as responses, or a batched reward returns another number.
+            ValueError: If there are not as many examples as responses, a batched reward returns another number, or
+                something else is logged under the name of what one counts.
         """
         if len(examples) != len(responses):
             raise ValueError(f"There are {len(examples)} examples and {len(responses)} responses; they must pair up.")
@@ -125,9 +130,17 @@ class RewardSuite:
         return tally
 
     def answers(self, responses: Iterable[str]) -> list[str | None]:
-        """What each response answers, read by the ``answer`` method of the reward named ``correct``; else its text."""
+        """What each response answers, read by the ``answer`` method of the reward named ``correct``; else its text.
+
+        Where that method raises, the response has no vote; the first time is logged.
+        """
         read = getattr(self.rewards[self.correct], "answer", None) or (lambda response: response.strip() or None)
-        return [read(response) for response in responses]
+        found = [_attempt(read, response) for response in responses]
+        failure = next((value for value in found if isinstance(value, Exception)), None)
+        if failure is not None and self.correct not in self._unread:
+            self._unread.add(self.correct)
+            log.warning("%s: answer() raised; the response has no vote.", self._who(self.correct), exc_info=failure)
+        return [None if value is None or isinstance(value, Exception) else str(value) for value in found]
 
     def check_columns(self, column_names: Sequence[str]) -> None:
         """Check that the data have the columns that the rewards say they read (attribute ``columns``).
@@ -151,7 +164,7 @@ class RewardSuite:
         tally = self._tally
         tally.seconds[name] = tally.seconds.get(name, 0.0) + time.perf_counter() - started
         for what, count in dict(getattr(self.rewards[name], "counts", ())).items():
-            key = f"{name}_{what}"
+            key = check_count(name, what, self.rewards, self._counted)
             tally.counts[key] = tally.counts.get(key, 0) + count - before.get(what, 0)
         return values
 
@@ -161,10 +174,10 @@ class RewardSuite:
         for value in values:
             if isinstance(value, Unavailable):
                 errors[f"{name}/unavailable"] += 1
-                self._tally.unavailable[name] = _in_one_line(value)
+                self._tally.unavailable.setdefault(name, _in_one_line(value))
             elif isinstance(value, Exception):
                 errors[f"{name}/exception"] += 1
-            elif value is None or not math.isfinite(value):
+            elif value is None or not abs(value) <= LARGEST:
                 errors[f"{name}/none" if value is None else f"{name}/not_finite"] += 1
             else:
                 scores.append(value)
@@ -187,10 +200,7 @@ class RewardSuite:
                 return [together] * len(pairs)
             return [value for example, response in pairs for value in self._values(name, [example], [response])]
         if len(together) != len(responses):
-            raise ValueError(
-                f"Reward '{name}' ({_qualified_name(reward)}) returned {len(together)} scores for "
-                f"{len(responses)} responses."
-            )
+            raise ValueError(f"{self._who(name)} returned {len(together)} scores for {len(responses)} responses.")
         return [_attempt(_as_number, value) for value in together]
 
     def _report(self, name: str, failures: list[Exception], num_responses: int) -> None:
@@ -199,15 +209,23 @@ class RewardSuite:
             self._lost_calls[name] = 0
         if not failures:
             return
-        where = f"Reward '{name}' ({_qualified_name(self.rewards[name])})"
-        if name not in self.first_errors:
-            self.first_errors[name] = f"{type(failures[0]).__name__}: {_in_one_line(failures[0])}"
-            log.warning("%s raised; the sample is left out, later ones are counted.", where, exc_info=failures[0])
+        where = self._who(name)
+        raised = next((failure for failure in failures if not isinstance(failure, Unavailable)), None)
+        if raised is not None and name not in self.first_errors:
+            self.first_errors[name] = f"{type(raised).__name__}: {_in_one_line(raised)}"
+            log.warning("%s raised; the sample is left out, later ones are counted.", where, exc_info=raised)
+        if raised is None and name not in self._unreached:
+            self._unreached.add(name)
+            reason = _in_one_line(failures[0]).rstrip(".")
+            log.warning("%s: %s. The sample is left out, later ones are counted.", where, reason)
         if len(failures) == num_responses:
             self._lost_calls[name] += 1
             calls = self._lost_calls[name]
             if calls >= 2 and calls & (calls - 1) == 0:
                 log.warning("%s raised on every response of %d calls in a row, last %r.", where, calls, failures[-1])
+
+    def _who(self, name: str) -> str:
+        return f"Reward '{name}' ({_qualified_name(self.rewards[name])})"
 
 
 def _attempt(compute: Callable[..., Any], *arguments: Any) -> Any:

@@ -100,20 +100,20 @@ def refuse_unscored(rollouts: Sequence[Rollout], tallies: Sequence[Tally], itera
         RuntimeError: If that share is larger.
         ValueError: If no response has a number.
     """
+    unavailable = _sentences({k: v for tally in tallies for k, v in tally.unavailable.items()}, "was unavailable")
     lost = sum(r.unavailable for r in rollouts)
     if lost > max_share * len(rollouts):
-        reasons = _sentences({k: v for tally in tallies for k, v in tally.unavailable.items()}, "was unavailable")
         raise RuntimeError(
             f"{lost} of the {len(rollouts)} responses of iteration {iteration} could not be judged, more than "
-            f"data.max_unavailable_share={max_share:g} allows.{reasons} Nothing was learned from them: see to it, and "
-            "go on from the last checkpoint."
+            f"data.max_unavailable_share={max_share:g} allows.{unavailable} Nothing was learned from them: see to it, "
+            "and go on from the last checkpoint."
         )
     if all(rollout.reward is None for rollout in rollouts):
         raised = _sentences({k: v for tally in tallies for k, v in tally.errors.items()}, "raised")
         raise ValueError(
             f"Rewards ({', '.join(rollouts[0].components)}): none of the {len(rollouts)} responses of iteration "
-            f"{iteration} got a number, only None, NaN, infinity or an exception.{raised} Check the rewards with "
-            "`rlalign check`."
+            f"{iteration} got a number, only None, NaN, infinity or an exception.{raised}{unavailable} Check the "
+            "rewards with `rlalign check`."
         )
 
 

@@ -203,6 +203,20 @@ def test_answers_for_a_vote():
     assert RewardSuite({"length": length}).answers(["a ", ""]) == ["a", None]
 
 
+def test_answers_that_cannot_be_read_have_no_vote(caplog):
+    class Fragile:
+        def __call__(self, example, response):
+            return 1.0
+
+        def answer(self, response):
+            return [int(response)]
+
+    suite = RewardSuite({"fragile": Fragile()})
+    assert suite.answers([Response("1"), Response("x")]) == ["[1]", None], "text, which a vote can count"
+    suite.answers([Response("x")])
+    assert [record.exc_info[0] for record in caplog.records] == [ValueError]
+
+
 def test_answers_count_the_prefill_kf50():
     texts = ["4</answer>", "4 </answer>", "4"]
     responses = [Response(text, prefill="<answer>") for text in texts]
@@ -226,3 +240,56 @@ def test_command_line_takes_rewards_by_name():
 def test_rewards_need_no_torch():
     code = "import rlalign.rewards, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class WithAttributes:
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+    def __call__(self, example, response):
+        if hasattr(self, "late"):
+            self.counts[self.late] = 1
+        return 1.0
+
+
+async def asynchronous(example, response):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([length], "rewards must be at least one reward by name"),
+        ({"a": ExactMatch}, r"Reward 'a' is the class ExactMatch; make one: ExactMatch\(\.\.\.\)"),
+        ({"a": "ExactMatch"}, "Reward 'a' must be callable as reward\\(example, response\\), got 'ExactMatch'"),
+        ({"a": None}, "Reward 'a' must be callable"),
+        ({"a": asynchronous}, "Reward 'a' is asynchronous"),
+        ({"a/b": length}, "rewards: 'a/b' cannot be part of a metric's name"),
+        ({"": length}, "rewards: '' cannot be part"),
+        ({1: length}, "rewards: 1 cannot be part"),
+        ({"a": length, "a_std": length}, "'a_std' is the name under which the reward 'a' is logged"),
+        ({"a_gated_share": length, "a": length}, "'a_gated_share' is the name under which the reward 'a' is logged"),
+        ({"a": WithAttributes(counts=[1])}, r"Reward 'a': its attribute counts must be a Counter, got \[1\]"),
+        ({"a": WithAttributes(counts=lambda: 3)}, "Reward 'a': its attribute counts must be a Counter"),
+        ({"a": WithAttributes(columns="answer")}, "Reward 'a': its attribute columns must be a tuple"),
+        ({"a": WithAttributes(counts={"std": 0})}, "Reward 'a' counts 'std', and something else is logged"),
+        ({"a": WithAttributes(counts={"b": 0}), "a_b": length}, "Reward 'a' counts 'b', and something else"),
+        (
+            {"a": WithAttributes(counts={"b_c": 0}), "a_b": WithAttributes(counts={"c": 0})},
+            "Reward 'a_b' counts 'c', and something else is logged as rollout/reward/a_b_c",
+        ),
+    ],
+)
+def test_what_is_no_reward_ends_in_one_sentence_before_anything_is_scored(rewards, message):
+    with pytest.raises(ValueError, match=message):
+        RewardSuite(rewards)
+
+
+def test_what_is_counted_later_hides_no_other_figure():
+    suite = RewardSuite({"a": WithAttributes(counts={}, late="std")})
+    with pytest.raises(ValueError, match="Reward 'a' counts 'std', and something else is logged"):
+        suite(EXAMPLES, FIVE)
+    fine = RewardSuite({"a": WithAttributes(counts={}, late="late"), "b": WithAttributes(counts={}, late="late")})
+    for _ in range(2):
+        fine(EXAMPLES, FIVE)
+    assert fine.take_tally().counts == {"a_late": 1, "b_late": 1}

@@ -169,6 +169,19 @@ def test_shares_of_what_is_gated_and_clipped():
         ({"ranges": {"form": [1, 1]}}, r"ranges: 'form' needs the lowest and the highest value.*got \[1, 1\]"),
         ({"ranges": {"form": [0, math.nan]}}, "ranges: 'form' needs"),
         ({"ranges": {"form": [0, 1, 2]}}, "ranges: 'form' needs"),
+        ({"weights": {"form": "high"}}, "reward_weights must be finite numbers, got 'high' for 'form'"),
+        ({"weights": {"form": None}}, "reward_weights must be finite numbers, got None for 'form'"),
+        ({"weights": {"form": True}}, "reward_weights must be finite numbers, got True for 'form'"),
+        ({"weights": ["form"]}, r"reward_weights: expected names of rewards with a value each, got \['form'\]"),
+        ({"weights": {"form": 0, "accuracy": 0.0, "third": 0}}, "reward_weights: all are 0"),
+        ({"gates": {"accuracy": None}}, "reward_gates: 'accuracy' needs the name of a reward, or a list .*got None"),
+        ({"gates": {"accuracy": []}}, r"reward_gates: 'accuracy' needs the name of a reward, or a list .*got \[\]"),
+        ({"gates": {"accuracy": ["form", 3]}}, "reward_gates: 'accuracy' needs the name of a reward"),
+        ({"gates": {3: "form"}}, "reward_gates: there is no reward '3'"),
+        ({"ranges": {"form": None}}, "reward_ranges: 'form' needs .*got None"),
+        ({"ranges": {"form": 3}}, "reward_ranges: 'form' needs .*got 3"),
+        ({"ranges": {"form": ["low", 1]}}, "reward_ranges: 'form' needs"),
+        ({"ranges": {"form": "ab"}}, "reward_ranges: 'form' needs"),
         ({"normalization": {"form": "prompt"}}, "normalization: 'form' is normalised over its 'group' or the 'batch'"),
     ],
 )
@@ -218,9 +231,14 @@ def test_unavailable_is_left_out_and_counted_by_itself(batched, caplog):
     assert scores.unavailable == [False, True, False, True, False]
     assert scores.errors == {"judge/unavailable": 2}
     tally = suite.take_tally()
-    assert tally.unavailable == {"judge": "no server for 3"}
-    assert tally.errors == {"judge": "Unavailable: no server for 1"}
+    assert tally.unavailable == {"judge": "no server for 1"}
+    assert tally.errors == {}, "nothing raised that should not"
     assert suite.take_tally().unavailable == {}
+    suite(EXAMPLES, FIVE)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("Reward 'judge' (")
+    assert record.getMessage().endswith("): no server for 1. The sample is left out, later ones are counted.")
+    assert record.exc_info is None, "no traceback: it is no fault of the code"
 
 
 def test_a_batched_reward_that_is_unavailable_is_not_called_again_for_each_response():
@@ -276,3 +294,26 @@ def test_the_tally_has_the_increase_of_counts_and_the_time_of_each_reward():
     suite(EXAMPLES[:1], FIVE[:1])
     assert suite.take_tally().counts == {"maths_timeouts": 0, "maths_odd": 0}
     assert suite.take_tally().counts == {}
+
+
+def test_a_fault_of_the_code_is_told_where_the_judge_was_out_of_reach_before(caplog):
+    suite = RewardSuite({"judge": down_on("0")})
+    suite(EXAMPLES[:2], FIVE[:2])
+    suite.rewards["judge"] = lambda example, response: 1 / 0
+    suite(EXAMPLES, FIVE)
+    assert suite.first_errors == {"judge": "ZeroDivisionError: division by zero"}
+    assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize("normalization", [None, {"size": "group"}, {"size": "batch"}])
+def test_numbers_that_single_precision_cannot_square_are_no_scores(normalization):
+    huge = {Response("0"): 1e200, Response("1"): -2e18, Response("2"): 10**30}
+    suite = RewardSuite(
+        {"size": lambda example, response: huge.get(response, 1e18)}, {"size": 1.0}, normalization=normalization
+    )
+    scores = suite(EXAMPLES, FIVE)
+    assert scores.total == [None, None, None, 1e18, 1e18]
+    assert scores.errors == {"size/not_finite": 3}
+    assert suite.composition.totals(scores.components, 5)[:3] == [None] * 3
+    heavy = RewardSuite({"size": lambda example, response: float(response)}, {"size": 5e17})(EXAMPLES, FIVE)
+    assert heavy.total == [0, 5e17, 1e18, None, None], "nor are totals"
