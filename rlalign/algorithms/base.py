@@ -10,6 +10,7 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
@@ -323,8 +324,26 @@ class RolloutModule(PolicyModule, ABC):
             self.val_metrics.update(rollouts[start : start + data.val_samples])
 
     def on_validation_epoch_end(self) -> None:
-        """Log exact figures over all ranks."""
-        self.log_dict({f"val/{k}": v for k, v in self.val_metrics.compute().items()}, sync_dist=True)
+        """Log exact figures over all ranks; those of a second verifier only where it could score anything.
+
+        Raises:
+            RuntimeError: If more of the responses could not be judged than ``data.max_unavailable_share`` allows.
+        """
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        figures = self.val_metrics.compute()
+        share, allowed = float(figures["unavailable_share"]), data.max_unavailable_share
+        lost = f"{share:.1%} of the held-out responses could not be judged because what judges was unavailable"
+        if share > allowed:
+            raise RuntimeError(
+                f"{lost}, more than data.max_unavailable_share={allowed:g} allows: they would count as wrong. The log "
+                "says what was unavailable: see to it, and go on from the last checkpoint."
+            )
+        if share:
+            rank_zero_warn(f"{lost}; they count as wrong.")
+        unknown = [f"val/{name}" for name, value in figures.items() if value.isnan()]
+        if unknown:
+            rank_zero_warn(f"No held-out response was scored that would tell {' and '.join(unknown)}: not logged.")
+        self.log_dict({f"val/{k}": v for k, v in figures.items() if f"val/{k}" not in unknown}, sync_dist=True)
 
     on_test_start = on_validation_start
     test_step = validation_step

@@ -1,6 +1,6 @@
 """Metrics of sampled responses, exact over any number of ranks."""
 
-from rlalign.metrics.responses import MajorityAtK, MeanLength, PassAtK, TruncationRate, UnscoredRate
+from rlalign.metrics.responses import MajorityAtK, MeanLength, PassAtK, TruncationRate, UnavailableRate, UnscoredRate
 from rlalign.metrics.validation import ValidationMetrics, validation_metrics
 from rlalign.metrics.verifier import UnverifiedRate, VerifierGap, VerifierPass
 
@@ -9,6 +9,7 @@ __all__ = [
     "MeanLength",
     "PassAtK",
     "TruncationRate",
+    "UnavailableRate",
     "UnscoredRate",
     "UnverifiedRate",
     "ValidationMetrics",

@@ -120,3 +120,13 @@ class UnscoredRate(Mean):
     def update(self, unscored: Tensor) -> None:
         """Add responses, any shape, bool."""
         self.add(unscored)
+
+
+class UnavailableRate(Mean):
+    """Share of the responses that could not be judged because what judges could not be reached."""
+
+    higher_is_better = False
+
+    def update(self, unavailable: Tensor) -> None:
+        """Add responses, any shape, bool."""
+        self.add(unavailable)

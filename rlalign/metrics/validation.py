@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torchmetrics import MetricCollection
 
-from rlalign.metrics.responses import MajorityAtK, MeanLength, PassAtK, TruncationRate, UnscoredRate
+from rlalign.metrics.responses import MajorityAtK, MeanLength, PassAtK, TruncationRate, UnavailableRate, UnscoredRate
 from rlalign.metrics.verifier import UnverifiedRate, VerifierGap, VerifierPass
 from rlalign.rewards.base import Response
 from rlalign.rollouts.batch import Rollout
@@ -31,6 +31,7 @@ class ValidationMetrics(MetricCollection):
             "length_mean": MeanLength(),
             "truncated_share": TruncationRate(),
             "unscored_share": UnscoredRate(),
+            "unavailable_share": UnavailableRate(),
         }
         if num_samples > 1:
             metrics |= {
@@ -57,6 +58,7 @@ class ValidationMetrics(MetricCollection):
             correct=torch.tensor([r.correct for r in rollouts], device=device),
             lengths=torch.tensor([len(r.token_ids) for r in rollouts], device=device),
             truncated=torch.tensor([r.truncated for r in rollouts], device=device),
+            unavailable=torch.tensor([r.unavailable for r in rollouts], device=device),
             unscored=torch.tensor([r.reward is None for r in rollouts], device=device),
             answers=self.read_answers([r.response for r in rollouts]),
             **self._comparison(rollouts, device),

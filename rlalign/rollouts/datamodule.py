@@ -7,14 +7,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from rlalign.functional.draws import fold_in
 from rlalign.rewards.base import NamedReward
 from rlalign.rewards.composition import Normalization
 from rlalign.rewards.suite import RewardSuite, Tally
 from rlalign.rollouts.batch import Rollout, RolloutBatch, collate
-from rlalign.rollouts.curriculum import Curriculum, EveryPromptOnce
+from rlalign.rollouts.curriculum import Curriculum, EveryPromptOnce, resume
 from rlalign.rollouts.learner import Learner
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
 from rlalign.rollouts.prompts import Prompt, PromptDataset, PromptSource, load_prompts
@@ -48,8 +47,8 @@ class RolloutDataModule(SeededDataModule):
             sampling, on all ranks. What is learned from is normalised, held-out rewards are not.
         correct: Name of the reward that tells right from wrong (right: its own score is at least 0.5); the first one by
             default.
-        max_unavailable_share: Stop an iteration of which a larger share could not be judged because what judges (a
-            server, a sandbox) was unavailable.
+        max_unavailable_share: Stop where a larger share of an iteration, or of the held-out responses, could not be
+            judged because what judges (a server, a sandbox) was unavailable.
         val_verifier: A second reward, for held-out responses only: how often it agrees tells whether the first one is
             being gamed (``val/verifier_gap``).
         sampling: How responses are drawn; ``max_new_tokens`` bounds them.
@@ -129,6 +128,8 @@ class RolloutDataModule(SeededDataModule):
         if not 0 <= max_unavailable_share <= 1:
             raise ValueError(f"data.max_unavailable_share must be in [0, 1], got {max_unavailable_share}.")
         self.rewards = RewardSuite(rewards, reward_weights, correct, reward_gates, reward_ranges, reward_normalization)
+        if group_size == 1 and "group" in self.rewards.composition.normalization.values():
+            raise ValueError("data.group_size=1 makes what is normalised over its group 0: it must be at least 2.")
         self.max_unavailable_share = max_unavailable_share
         self.curriculum = curriculum or EveryPromptOnce()
         self.verifier = None if val_verifier is None else RewardSuite({"val_verifier": val_verifier})
@@ -198,16 +199,23 @@ class RolloutDataModule(SeededDataModule):
         stage = getattr(stage, "value", stage)
         if stage != "fit" and self.val_prompts is None:
             raise ValueError(f"Nothing to {stage}: give held-out prompts by data.val or data.num_held_out.")
-        if stage == "fit" and self.train_prompts is None:
+        if stage == "fit":
+            self._setup_training()
+
+    def _setup_training(self) -> None:
+        assert self.trainer is not None
+        assert self.seed is not None
+        is_new = self.train_prompts is None
+        if is_new:
             self.train_prompts = self.load("train")
-            available = len(self.train_prompts or ())
-            if available < self.prompts_per_iteration:
-                raise ValueError(
-                    f"data.prompts_per_iteration={self.prompts_per_iteration} is more than the {available} prompts of "
-                    f"{self.train_source}."
-                )
-            assert self.train_prompts is not None
-            assert self.seed is not None
+        assert self.train_prompts is not None
+        available = len(self.train_prompts)
+        if available < self.prompts_per_iteration:
+            raise ValueError(
+                f"data.prompts_per_iteration={self.prompts_per_iteration} is more than the {available} prompts of "
+                f"{self.train_source}."
+            )
+        if is_new or self.trainer.current_epoch == 0:  # a second run with the same data module begins like the first
             self.curriculum.start(self.train_prompts.column, available, self.prompts_per_iteration, self.seed)
 
     def forget(self) -> None:
@@ -223,15 +231,8 @@ class RolloutDataModule(SeededDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the seed of the run that is resumed, and with what its curriculum has observed."""
         super().load_state_dict(state_dict)
-        kind, known = type(self.curriculum).__name__, state_dict.get("curriculum", {})
-        if self.train_prompts is None:  # nothing is trained
-            return
-        if kind in known:
-            self.curriculum.load_state_dict(known[kind])
-        elif self.curriculum.state_dict():
-            rank_zero_warn(
-                f"The run is resumed with another curriculum than it had: {kind} starts without observations."
-            )
+        if self.train_prompts is not None:  # else nothing is trained
+            resume(self.curriculum, state_dict.get("curriculum", {}))
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
@@ -284,7 +285,7 @@ class RolloutDataModule(SeededDataModule):
         learner, size, wanted = self.learner, self.group_size, self.prompts_per_iteration
         started = time.perf_counter()
         self.rewards.take_tally()  # what validation left behind
-        order = self.curriculum.order(iteration)
+        order = self.curriculum.checked_order(iteration)
         kept: list[Rollout] = []
         refused: list[Rollout] = []
         sampled: list[Rollout] = []

@@ -135,11 +135,18 @@ def test_what_validation_reports():
         "length_mean": 4.0,
         "truncated_share": 0.5,
         "unscored_share": 0.25,
+        "unavailable_share": 0.0,
     }
 
 
 def test_validation_with_one_sample_and_other_votes():
-    assert set(validation_metrics(1)) == {"pass@1", "length_mean", "truncated_share", "unscored_share"}
+    assert set(validation_metrics(1)) == {
+        "pass@1",
+        "length_mean",
+        "truncated_share",
+        "unscored_share",
+        "unavailable_share",
+    }
     metrics = validation_metrics(3, read_answers=lambda texts: [text[-1] for text in texts])
     metrics.update([rollout("so 4", True, 1), rollout("thus 4", True, 1), rollout("5", False, 1)])
     assert metrics.compute()["majority@3"].item() == 1.0

@@ -1,5 +1,6 @@
 import random
 from itertools import pairwise
+from math import nan
 
 import pytest
 import torch
@@ -46,10 +47,12 @@ def test_without_a_verifier_there_is_no_such_figure():
     assert figures(metrics) == {}
 
 
-def test_nothing_that_both_could_score_is_no_gap():
+def test_nothing_that_both_could_score_is_no_gap_of_0():
     metrics = validation_metrics(1, compared="match")
     metrics.update([rollout(True, None)])
-    assert figures(metrics) == {"pass@1": 0.0, "gap": 0.0, "unscored_share": 1.0}
+    assert figures(metrics) == pytest.approx({"pass@1": nan, "gap": nan, "unscored_share": 1.0}, nan_ok=True)
+    metrics.update([rollout(None, True)])
+    assert figures(metrics) == pytest.approx({"pass@1": 1.0, "gap": nan, "unscored_share": 0.5}, nan_ok=True)
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")

@@ -208,6 +208,18 @@ def test_levels_are_unlocked_one_after_the_other():
     assert observe(range(3, 40, 4), 0.5) == (3, 0.75)
 
 
+def test_a_level_is_found_again_by_what_it_is():
+    levels = started(GrowingLevels(min_prompts=1), 6, 2, level=[1, 1, 2, 2, 3, 3])
+    levels.observe({0: 1.0})
+    state = levels.state_dict()
+    more = started(GrowingLevels(), 6, 2, level=[0, 0, 1, 1, 2, 2])
+    more.load_state_dict(state)
+    assert more.metrics(0)["rollout/curriculum/level"] == 2
+    other = started(GrowingLevels(), 4, 2, level=[1, 1, 3, 3])
+    with pytest.raises(ValueError, match=r"resumed at level 2, and its prompts have the levels 1, 3: resume it with"):
+        other.load_state_dict(state)
+
+
 def test_lower_levels_have_their_share_of_every_iteration():
     curriculum = started(GrowingLevels(lower_share=0.25, min_prompts=1), 400, 8, level=[i % 4 for i in range(400)])
     assert {i % 4 for i in curriculum.order(0)} == {0}

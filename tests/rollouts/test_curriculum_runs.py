@@ -1,6 +1,7 @@
 """Curricula, composed rewards and verifiers in whole runs."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rlalign.algorithms.grpo import GRPO
 from rlalign.callbacks import IterationCheckpoint
 from rlalign.models.policy import PolicyConfig
 from rlalign.rewards import Unavailable
-from rlalign.rollouts.curriculum import DifficultyPools, EasyToHard, GrowingLevels
+from rlalign.rollouts.curriculum import Curriculum, DifficultyPools, EasyToHard, GrowingLevels
 from rlalign.rollouts.datamodule import RolloutDataModule
 from rlalign.rollouts.sampling.base import SamplingParams
 from runs import length_reward, make_trainer, sgd, weights
@@ -244,6 +245,91 @@ def test_a_judge_that_is_down_stops_the_run_before_it_is_learned_from(tmp_path, 
     ]
     with pytest.raises(ValueError, match=r"max_unavailable_share must be in \[0, 1\]"):
         RolloutDataModule(data_file, {"length": length_reward}, max_unavailable_share=2)
+
+
+def validated(model, data_file, **options):
+    data = RolloutDataModule(
+        data_file, sampling=SamplingParams(max_new_tokens=10), val=data_file, **{"val_limit": 16} | options
+    )
+    trainer = make_trainer()
+    lightning.seed_everything(3)
+    return trainer.validate(GRPO(policy=PolicyConfig(model)), data, verbose=False)[0]
+
+
+def test_held_out_responses_that_nobody_judged_do_not_pass_for_wrong_ones(tiny_model, data_file):
+    options = {"rewards": {"judge": Flaky(1 / 8)}, "max_unavailable_share": 1 / 8}
+    with pytest.warns(UserWarning, match=r"12\.5% of the held-out responses could not be judged.*count as wrong"):
+        assert validated(tiny_model, data_file, **options)["val/unavailable_share"] == 1 / 8
+    options = {"rewards": {"judge": Flaky(1 / 8)}, "max_unavailable_share": 0.1}
+    with pytest.raises(
+        RuntimeError, match=r"12\.5% of the held-out responses .*data\.max_unavailable_share=0\.1 allows"
+    ):
+        validated(tiny_model, data_file, **options)
+
+
+def test_a_verifier_that_could_score_nothing_has_no_gap(tiny_model, data_file):
+    options = {"rewards": {"length": length_reward}, "val_verifier": lambda example, response: None}
+    with pytest.warns(UserWarning, match="would tell val/verifier_gap and val/verifier_pass@1: not logged"):
+        metrics = validated(tiny_model, data_file, **options)
+    assert metrics["val/verifier_unscored_share"] == 1
+    assert not {"val/verifier_pass@1", "val/verifier_gap"} & metrics.keys()
+
+
+def test_a_second_run_with_the_same_data_module_begins_like_the_first(tiny_model, data_file):
+    _, data, watch, _ = fit(tiny_model, data_file, curriculum=CURRICULA["pools"]())
+    lightning.seed_everything(3)
+    again = Watch()
+    trainer = make_trainer(max_epochs=2, callbacks=[again], precision="64-true")
+    trainer.fit(GRPO(policy=PolicyConfig(tiny_model), optimizer=sgd, kl_coef=0.0), data)
+    assert again.prompts == watch.prompts[:2]
+    assert again.metrics[0]["rollout/curriculum/unseen_share"] == 1
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(trainer.lightning_module, data)
+    assert again.prompts == watch.prompts, "a run that is continued goes on from what it has observed"
+
+
+OTHERS = {
+    ("pools", None): "had (DifficultyPools): EveryPromptOnce starts",
+    (None, "easy_to_hard"): "had (EveryPromptOnce): EasyToHard starts",
+    ("easy_to_hard", "levels"): "had (EasyToHard): GrowingLevels starts",
+}
+
+
+@pytest.mark.parametrize("kinds", OTHERS)
+def test_another_curriculum_than_before_is_told(tmp_path, tiny_model, data_file, kinds):
+    first, second = (CURRICULA[kind]() if kind else None for kind in kinds)
+    _, _, _, last = fit(tiny_model, data_file, tmp_path, 1, curriculum=first)
+    with pytest.warns(UserWarning, match=re.escape(OTHERS[kinds])):
+        fit(tiny_model, data_file, tmp_path, 2, last, curriculum=second)
+
+
+class Given(Curriculum):
+    """A curriculum of anybody's."""
+
+    def __init__(self, order):
+        self.given = order
+
+    def order(self, iteration):
+        return self.given
+
+    def metrics(self, iteration):
+        return {}
+
+
+@pytest.mark.parametrize("order", [[], [0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 24], [-1, 0, 1, 2]])
+def test_an_order_that_is_none_ends_in_one_sentence(tiny_model, data_file, order):
+    with pytest.raises(ValueError, match=r"Given: the order of iteration 0 must be at least 4 distinct .* 0 to 23;"):
+        fit(tiny_model, data_file, curriculum=Given(order))
+
+
+def test_an_order_may_be_an_array(tiny_model, data_file):
+    _, _, watch, _ = fit(tiny_model, data_file, until=1, curriculum=Given(torch.tensor([5, 3, 7, 0, 2])))
+    assert watch.prompts == [[5, 3, 7, 0]]
+
+
+def test_what_is_normalised_over_a_group_of_one_is_refused(data_file):
+    with pytest.raises(ValueError, match="group_size=1 makes what is normalised over its group 0"):
+        RolloutDataModule(data_file, {"a": length_reward}, group_size=1, reward_normalization={"a": "group"})
 
 
 def stopped_on_two_ranks(rank, model, data_file):

@@ -4,9 +4,9 @@ Here rather than among the callbacks: the choice is made while an iteration is c
 where the prompts are, in the state of the data module.
 """
 
-from rlalign.rollouts.curriculum.base import Curriculum, EveryPromptOnce
+from rlalign.rollouts.curriculum.base import Curriculum, EveryPromptOnce, resume
 from rlalign.rollouts.curriculum.easy_to_hard import EasyToHard
 from rlalign.rollouts.curriculum.levels import GrowingLevels
 from rlalign.rollouts.curriculum.pools import DifficultyPools
 
-__all__ = ["Curriculum", "DifficultyPools", "EasyToHard", "EveryPromptOnce", "GrowingLevels"]
+__all__ = ["Curriculum", "DifficultyPools", "EasyToHard", "EveryPromptOnce", "GrowingLevels", "resume"]

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from rlalign.rollouts.prompts import iteration_order
 
 CHOICE, TIES = 3, 4  # keys that no other use of the run's seed has
@@ -44,6 +46,23 @@ class Curriculum(ABC):
         What follows serves algorithms that sample again, to fill an iteration.
         """
 
+    def checked_order(self, iteration: int) -> list[int]:
+        """The same.
+
+        Raises:
+            ValueError: If it is not as it must be: a curriculum may be anybody's code.
+        """
+        order = [int(prompt) for prompt in self.order(iteration)]
+        known = set(order)
+        outside = bool(order) and not 0 <= min(order) <= max(order) < self.num_prompts
+        if len(order) < self.wanted or len(known) < len(order) or outside:
+            raise ValueError(
+                f"{type(self).__name__}: the order of iteration {iteration} must be at least {self.wanted} distinct "
+                f"numbers of prompts, from 0 to {self.num_prompts - 1}; it has {len(known)} distinct ones, "
+                f"{str(order[:8])[1:-1] or 'none'}{', ...' if len(order) > 8 else ''}."
+            )
+        return order
+
     def observe(self, pass_rates: Mapping[int, float]) -> None:  # noqa: B027  (some have nothing to learn)
         """Take note of an iteration's prompts -> share of right responses."""
 
@@ -69,6 +88,23 @@ class EveryPromptOnce(Curriculum):
     def metrics(self, iteration: int) -> dict[str, float]:
         """None."""
         return {}
+
+
+def resume(curriculum: Curriculum, states: Mapping[str, dict[str, Any]]) -> None:
+    """Have a curriculum go on from the state of its kind; warn where the run had another.
+
+    Args:
+        curriculum: Of the run as it is configured now.
+        states: Name of the kind that the run had -> its state; empty if that is not known.
+    """
+    kind = type(curriculum).__name__
+    if kind in states:
+        curriculum.load_state_dict(states[kind])
+    elif states or curriculum.state_dict():
+        had = ", ".join(states) or "an unknown one"
+        rank_zero_warn(
+            f"The run is resumed with another curriculum than it had ({had}): {kind} starts without observations."
+        )
 
 
 def numbers(who: str, name: str, values: Sequence[Any]) -> list[float]:

@@ -90,9 +90,18 @@ class GrowingLevels(Curriculum):
 
     def state_dict(self) -> dict[str, Any]:
         """See :class:`Curriculum`."""
-        return {"highest": self.highest, "rate": self.rate, "num_seen": self.num_seen}
+        return {"level": self.levels[self.highest], "rate": self.rate, "num_seen": self.num_seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See :class:`Curriculum`."""
-        self.highest = min(state_dict["highest"], len(self.levels) - 1)
+        """See :class:`Curriculum`.
+
+        Raises:
+            ValueError: If no prompt has the level that was reached.
+        """
+        if state_dict["level"] not in self.levels:
+            raise ValueError(
+                f"The run is resumed at level {state_dict['level']:g}, and its prompts have the levels "
+                f"{', '.join(f'{level:g}' for level in self.levels)}: resume it with the same data."
+            )
+        self.highest = self.levels.index(state_dict["level"])
         self.rate, self.num_seen = state_dict["rate"], state_dict["num_seen"]
