@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -17,14 +16,14 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
+from toy_model import save_tokenizer
+
 torch.set_num_threads(1)  # tiny models: threads that wait for each other cost more than they bring
 
-CHARACTERS = "0123456789+-=abcdefghijklmnopqrstuvwxyz ?:."
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -42,19 +41,6 @@ ARCHITECTURES = {
         lambda v: Gemma2Config(vocab_size=v, head_dim=8, sliding_window=8, final_logit_softcapping=3.0, **SIZES),
     ),
 }
-
-
-def save_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token a character, ``<pad>`` = 0 and ``<eos>`` = 1."""
-    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
-    tokenizer.save_pretrained(path)
-    return tokenizer
 
 
 @pytest.fixture(scope="session")

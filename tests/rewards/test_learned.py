@@ -3,7 +3,6 @@ import threading
 
 import pytest
 import torch
-from conftest import save_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
@@ -21,6 +20,7 @@ from transformers import (
 
 from rlalign.rewards import Response
 from rlalign.rewards.learned import LearnedReward, render
+from toy_model import save_tokenizer
 
 CHAT = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{{ eos_token }}{% endfor %}"

@@ -68,9 +68,10 @@ ATTACKS = {
     "endless recursion": "def double(n): return double(n)",
     "forged replies at load": _FIND_REPLIES + "for n in (4, -6, 42): forge(b'')\ndef double(n): return 0",
     "forged replies in a thread": (
-        _FIND_REPLIES + "import threading\ndef later():\n    while True: forge(b't\\x00')\n"
-        "def double(n):\n    if threading.active_count() == 1: threading.Thread(target=later, daemon=True).start()\n"
-        "    return 2 * n"
+        _FIND_REPLIES + "import threading\nforged = threading.Event()\ndef later():\n    while True:\n"
+        "        forge(b't\\x00')\n        forged.set()\ndef double(n):\n"
+        "    if threading.active_count() == 1: threading.Thread(target=later, daemon=True).start()\n"
+        "    forged.wait()\n    return 2 * n"
     ),
     "right, and a forged reply more": _FIND_REPLIES + "def double(n):\n    forge(b'N')\n    return 2 * n",
     "right, and a right reply more": (
@@ -132,6 +133,8 @@ ATTACKS = {
     "too deep to compile": "def double(n): return " + "(" * 5000 + "0" + ")" * 5000,
     "defines nothing": "x = 1",
     "imports another name": "from math import sqrt as double",
+    "raises what ends a loop": "def double(n): raise StopIteration",
+    "raises what no test compiles to": "def double(n): raise SyntaxError('x')",
 }
 
 HANGING = {
@@ -146,6 +149,12 @@ HANGING = {
     "signals ignored": (
         "import signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except OSError: pass\n"
         "def double(n):\n    while True: pass"
+    ),
+    "a reply of keys that collide": (
+        _FIND_REPLIES + "import sys\ndef double(n):\n    encode = sys._getframe(1).f_globals['encode']\n"
+        "    keys = b''.join(encode((2**61 - 1) * k, 100) for k in range(1, 200001))\n"
+        "    value = b'S' + (200000).to_bytes(4, 'little') + keys\n"
+        "    data = encode((1, 'returned', None, None), 100)\n    forge(data[:-2] + value + b'N')"
     ),
     "everything caught": (
         "def double(n):\n    while True:\n        try: raise KeyboardInterrupt\n        except BaseException: pass"
@@ -186,6 +195,9 @@ HONEST = {
         "import tempfile\ndef double(n):\n    with tempfile.TemporaryFile() as f:\n        f.write(b'x' * 1000)\n"
         "    return 2 * n"
     ),
+    "exit, caught": "try:\n    exit()\nexcept SystemExit:\n    def double(n): return 2 * n",
+    "lines of Windows": "def double(n):\r\n    return 2 * n\r\n",
+    "a byte order mark": "\ufeffdef double(n): return 2 * n",
     "letters of another width": "def ｄｏｕｂｌｅ(ｎ): return 2 * n",
 }
 

@@ -1,3 +1,5 @@
+import builtins
+
 import pytest
 from sandbox_answers import ATTACKS, CASES, HANGING, HONEST, PROBLEM, fenced, leftovers
 
@@ -60,3 +62,34 @@ for folder in {os.getcwd(), "/tmp", os.path.expanduser("~"), *sys.path, *site.ge
 
 def test_one_answer_leaves_nothing_for_the_next(reward):
     assert reward([PROBLEM] * 3, [fenced(PERSIST)] * 3) == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert all(map(lambda n: c(n) == n, [1, 2]))",
+        "for value, right in zip(map(c, [1, 2]), [1, 2]): assert value == right",
+        "assert [] == [*map(c, [1, 2])]",
+    ],
+)
+def test_an_answer_cannot_end_a_loop_of_the_test(reward, test):
+    example = {"entry_point": "f", "test": f"def check(c):\n    {test}\n"}
+    assert reward([example], [fenced("def f(n): raise StopIteration")]) == [0.0]
+
+
+def test_what_an_answer_raises_is_never_a_fault_of_the_sandbox(reward):
+    kinds = [name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)]
+    answer = "class E(Exception): pass\nE.__name__, E.__module__ = {name!r}, 'builtins'\ndef double(n): raise E"
+    answers = [fenced(answer.format(name=name)) for name in kinds]
+    for layout in (PROBLEM, CASES, {"test_list": ["assert double(2) == 4"]}):
+        scores = reward([layout] * len(answers), answers)
+        assert dict(zip(kinds, scores, strict=True)) == dict.fromkeys(kinds, 0.0)
+
+
+@pytest.mark.parametrize(
+    "value", ["x = []\n    for _ in range(97): x = [x]\n    return x", "return 'x' * ((8 << 20) - 40)"]
+)
+def test_an_answer_cannot_make_a_test_unusable(reward, value):
+    """What is returned can just be sent out, but not in again."""
+    example = {"entry_point": "f", "test": "def check(c):\n    value = c(1)\n    assert c(value) == 1\n"}
+    assert reward([example], [fenced(f"def f(n):\n    {value}")]) == [0.0]

@@ -15,7 +15,15 @@ from rlalign.rewards.code.answers import extract_code
         ("```python title=x\na\n```", "a\n"),
         ("~~~python\na\n~~~", "a\n"),
         ("````python\n```\na\n```\n````", "```\na\n```\n"),
-        ("  ```python\n  a\n  ```", "  a\n"),
+        ("  ```python\n  a\n    b\nc\n  ```", "a\n  b\nc\n"),
+        ("1. Like so:\n\n    ```python\n    a\n    ```\n", "a\n"),
+        ("```python\r\na\r\n```\r\n", "a\r\n"),
+        ('```python\n"""\n    ```\n    a\n    ```\n"""\n```', '"""\n    ```\n    a\n    ```\n"""\n'),
+        ('```python\n"""\n\t```\n"""\n```', '"""\n\t```\n"""\n'),
+        ("```python\na\n`````", "a\n"),
+        ("````python\na\n```\n````", "a\n```\n"),
+        ("```a``` is no fence\n```python\nb\n```", "b\n"),
+        ("\ufeffa = 1", "a = 1"),
         ("```python\na\n```\n```python\ncut of", "a\n"),
         ("```python\ncut of", None),
         ("    return 1\n", "    return 1\n"),
@@ -36,3 +44,11 @@ def test_the_code_of_a_response_kf73(response, code):
 def test_what_the_prompt_began_belongs_to_it():
     assert extract_code(Response("a = 1\n```", prefill="```python\n")) == "a = 1\n"
     assert extract_code(Response("never ends", prefill="<think>")) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["```a\n" * 100_000, "`" * 100_000 + "\n" + "x\n" * 100_000, "```" + "a" * 300_000 + "`"]
+)
+def test_the_time_is_linear_in_the_text(text):
+    """A search that is quadratic takes minutes here."""
+    assert extract_code(text) in (None, text)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from sandbox_answers import fenced
 
-from rlalign.rewards.code.bubblewrap import bubblewrap_command
+from rlalign.rewards.code import bubblewrap
+from rlalign.rewards.code.bubblewrap import bubblewrap_command, package_folders, without_packages
 
 OBSERVE = "def check(candidate):\n    seen = candidate()\n    assert seen == {expected!r}, seen\n"
 
@@ -55,13 +56,44 @@ def test_files_of_the_machine_are_out_of_reach(sees, tmp_path, tier):
         assert fails(sees, f"open({str(path)!r}).read()")
     for path in (secret, tmp_path / "new", Path("/new"), Path("/usr/lib/new"), Path(os.__file__)):
         assert fails(sees, f"open({str(path)!r}, 'a')")
-    assert fails(sees, f"os.remove({str(secret)!r})")
+    assert tier == 2 or fails(sees, f"os.remove({str(secret)!r})")
+    sees(f"os.remove({str(secret)!r})", None)  # without an error in tier 2, and without effect
     assert fails(sees, f"os.chmod({str(secret)!r}, 0o777)")
     assert fails(sees, f"os.utime({str(secret)!r})")
     assert fails(sees, f"os.truncate({str(secret)!r}, 0)")
     assert fails(sees, f"os.rename({str(secret)!r}, 'mine')")
     assert fails(sees, f"os.listdir({str(tmp_path)!r})")
     assert secret.read_text() == "x"
+
+
+def test_installed_packages_are_out_of_reach(sees):
+    """They may hold data sets with their tests; pip is one that nearly every Python has."""
+    folders = [folder for folder in package_folders() if any(Path(folder).rglob("*.py"))]
+    for folder in folders:
+        file = next(Path(folder).rglob("*.py"))
+        assert fails(sees, f"open({str(file)!r})")
+    assert sees(
+        "import json, sqlite3, ssl, zlib, encodings.cp037, concurrent.futures as c; return c.__name__[:4]", "conc"
+    )
+
+
+def test_an_interpreter_without_its_packages(tmp_path, monkeypatch):
+    stdlib = tmp_path / "lib" / "python3.11"
+    for path in ("os.py", "json/decoder.py", "site-packages/tests/secret.py", "../libpython.so"):
+        (stdlib / path).parent.mkdir(parents=True, exist_ok=True)
+        (stdlib / path).write_text("")
+    (stdlib / "linked").symlink_to(stdlib / "site-packages")
+    monkeypatch.setattr(bubblewrap, "interpreter_paths", lambda: [str(tmp_path / "lib"), str(stdlib)])
+    monkeypatch.setattr(bubblewrap, "SYSTEM_FOLDERS", ())
+    assert package_folders.__wrapped__() == (str(stdlib / "site-packages"),)
+    monkeypatch.setattr(bubblewrap, "package_folders", package_folders.__wrapped__)
+    readable, listed = without_packages.__wrapped__(str(tmp_path / "lib"))
+    assert readable == [str(tmp_path / "lib/libpython.so"), str(stdlib / "json"), str(stdlib / "os.py")]
+    assert listed == [str(tmp_path / "lib"), str(stdlib)]
+    command = bubblewrap_command("bwrap", True, 1000, None)
+    at = command.index(str(stdlib / "site-packages"))
+    assert command[at - 1] == "--tmpfs"
+    assert command[at + 1] == "--remount-ro"
 
 
 def test_no_network_not_even_to_this_machine(sees):
@@ -75,6 +107,10 @@ def test_no_network_not_even_to_this_machine(sees):
     assert fails(sees, "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.sendto(b'x', ('127.0.0.1', 9))")
     assert fails(sees, "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)")
     assert fails(sees, "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)")
+    for owns in (0x8901, 0x8902):  # would have the kernel send a signal to that process
+        assert fails(
+            sees, f"import fcntl; fcntl.ioctl(socket.socketpair()[0], {owns}, os.getppid().to_bytes(4, 'little'))"
+        )
 
 
 def test_other_processes_cannot_be_touched_or_made(sees):
@@ -116,6 +152,10 @@ def test_the_working_folder_is_empty_at_first_and_sized(sees, tier):
     else:
         assert fails(sees, "open('/dev/shm/x', 'w')")
         assert fails(sees, "os.mkdir('folder')")
+        nameless = "os.open('.', os.O_TMPFILE | os.O_RDWR)"
+        assert fails(sees, nameless)
+        assert sees("open('f', 'w').close(); os.remove('f'); return os.listdir('.')", ["f"])  # else its size is unseen
+        assert fails(sees, "open('a', 'w').close(); open('b', 'w').close(); os.rename('a', 'b')")
         assert not sees("for i in range(3000): open(f'f{i}', 'w').close()\nimport time; time.sleep(1); return 1", 1)
 
 
@@ -144,3 +184,15 @@ def test_limits_are_set_and_final(sees):
         "except ValueError:\n    return 'no'"
     )
     assert sees(raising, "no")
+
+
+def test_an_answer_does_nothing_while_the_test_is_at_work(reward, tier):
+    """What a thread of it writes to the folder meanwhile would be seen by nobody (in tier 1, the folder has a size)."""
+    test = (
+        "import os\nfrom pathlib import Path\ndef check(c):\n    c()\n"
+        "    (pid,) = Path(f'/proc/self/task/{os.getpid()}/children').read_text().split()\n"
+        "    while Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'T': pass\n    c()\n"
+    )
+    busy = "import threading\ndef spin():\n    while True: pass\nthreading.Thread(target=spin, daemon=True).start()\n"
+    if tier > 1:
+        assert reward([{"entry_point": "f", "test": test}], [fenced(busy + "def f(): return 1")]) == [1.0]
