@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 _NUMBER = re.compile(
@@ -23,15 +23,28 @@ _LONGEST = 400  # digits and powers of ten beyond this are no answer, and slow
 _CLAUSE = 3000  # characters of a statement that are looked at
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|,?\s*\\?\b(?:and|or)\b)[\s$]*")
-_PHRASE = re.compile(r"\banswers?\b[^.\n:=]{0,60}?(?::|=|\bis\b|\bare\b|\bequals\b)[ \t]*[:=]?", re.IGNORECASE)
+_PHRASE = re.compile(
+    r"\banswers?\b[^.\n:=]{0,60}?(?::|=|\bis\b|\bare\b|\bequals\b|\b(?:should|must|will|would) be\b)[ \t]*[:=]?",
+    re.IGNORECASE,
+)
 _MATHS = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_JOINT = re.compile(r"\s*(?:,|,?\s*\b(?:and|or)\b)\s*")
+_HEDGE = r"\b(?:and|or|maybe|perhaps|possibly|also|else|even)\b"
+_JOINT = re.compile(rf"\s*+(?:,\s*+(?:{_HEDGE}[\s,]*+)*+|\(?\s*+(?:{_HEDGE}[\s,]*+)++)")
+_HEDGED = re.compile(r"[\s,;(]*+(?:or|maybe|perhaps|possibly)\b", re.IGNORECASE)
+_DENIED = re.compile(
+    r"(?:\w+ ){0,2}?(?:not|never|at least|at most|(?:less|more|fewer|greater|smaller|larger) than|anything but)\b"
+    r"(?!.*\bbut\b)",
+    re.IGNORECASE | re.DOTALL,
+)
 _PROSE_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|\*|$)|\n")
 _FUNCTION = re.compile("pi|sqrt|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|infinity|inf|oo")
 _LETTERS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+")
 _NOT_MATHS = {"a", "I", "-", "–", "—", ",", ":", "*", "**", "(", ")"}
 _WORD = re.compile(r"[A-Za-z][A-Za-z'’./^²³0-9]*\Z")
+_NO_UNIT = re.compile(
+    "which|that|as|because|since|if|when|where|while|in|on|at|for|from|with|is|are|was|were|will|so|and|but|by", re.I
+)
 
 
 def after_thinking(response: str) -> str:
@@ -179,6 +192,8 @@ def _phrase(text: str) -> str | None:
 def _statement(text: str) -> str:
     """The answer that a text starts with."""
     text = text[:_CLAUSE].strip().lstrip("*: \n").strip()
+    if _DENIED.match(text):
+        return text
     segments = _segments(text)
     if segments and segments[0][0] == 0:
         return _joined(segments, text, first=True)
@@ -190,6 +205,8 @@ def _statement(text: str) -> str:
     while count < len(tokens) and (_is_maths(tokens[count]) or (count and tokens[count] in ("and", "or"))):
         count += 1
     run = _trim(tokens[:count])
+    if run and _HEDGED.match(" ".join(tokens[len(run) :])):
+        return text
     if run and tokens[0] not in _NOT_MATHS:
         return _with_unit(run, tokens[len(run) :])
     return _line(text)
@@ -213,6 +230,8 @@ def _line(text: str) -> str:
         start = stop
         while start > 0 and (_is_maths(tokens[start - 1]) or (start < stop and tokens[start - 1] in ("and", "or"))):
             start -= 1
+        if start and re.fullmatch("not|.+n['’]t", tokens[start - 1], re.IGNORECASE):
+            return text
         run = _trim(tokens[start:stop])
         if any(character.isdigit() or character == "\\" for token in run for character in token) or (run and not words):
             return _with_unit(run, tokens[stop:])
@@ -269,8 +288,8 @@ def _trim(tokens: list[str]) -> list[str]:
 def _with_unit(run: list[str], rest: list[str]) -> str:
     """Tokens of maths, with the words that follow if they are few enough to be a unit."""
     text = " ".join(run).rstrip(",;:!")
-    words = [word for word in rest if word]
-    if len(words) <= 3 and run[-1].rstrip("!") == run[-1] and all(map(_WORD.match, words)) and not text.endswith(","):
+    words = list(takewhile(lambda word: not _NO_UNIT.fullmatch(word), filter(None, rest)))
+    if len(words) <= 3 and run[-1].rstrip(",;:!") == run[-1] and all(map(_WORD.match, words)):
         return " ".join([text, *words])
     return text
 

@@ -35,7 +35,7 @@ _NO_UNIT = re.compile(
     "and|or|to|of|by|from|is|not|base|mod|if|for|any|all|times|plus|minus|over|choose|than|[ap]m|[iex]"
     "|half|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?"
 )
-_SHORT_UNITS = {"men", "mph", "kph", "rpm", "day", "egg", "cup", "cat", "dog", "box", "bag", "car", "way"}
+_SHORT_UNITS = {"men", "mph", "kph", "rpm", "day", "egg", "cup", "cat", "dog", "box", "bag", "car", "way", "old"}
 _UNIT_TOKEN = re.compile(r"\s*(?:(\\unit\{\w\}|[A-Za-z]+\.?|[$€£¥¢%])|(\^\{?-?\d\}?)|(/|\\cdot|-))")
 
 
@@ -123,12 +123,12 @@ _QUANTITY = re.compile(
     (?:(?P<whole>\d+)\s*\\frac\{{\s*(?P<mn>\d+)\s*\}}\{{\s*(?P<md>\d+)\s*\}}
     |(?P<whole2>\d+)\s+(?P<mn2>\d+)\s*/\s*(?P<md2>\d+)
     |\\frac\{{\s*(?P<fn>-?{_INTEGER}(?:\.\d+)?)\s*\}}\{{\s*(?P<fd>-?{_INTEGER}(?:\.\d+)?)\s*\}}
-    |(?P<lead>\d*)\.(?P<fixed>\d*)\\(?:overline|bar)\{{(?P<repeat>\d+)\}}
-    |(?P<number>{_INTEGER}(?:\.\d*)?|\.\d+)(?P<power>{_POWER})?(?:\s*(?P<slash>[/:])\s*(?P<over>{_INTEGER}(?:\.\d+)?))?)
+    |(?P<lead>\d*)\.(?P<fixed>\d*)\\(?:overline|bar|dot)\{{(?P<repeat>\d+)\}}
+    |(?P<number>{_INTEGER}(?:\.\d*)?|\.\d+)(?P<power>{_POWER})?(?:\s*(?P<slash>/|:(?!\s*0\d))\s*(?P<over>{_INTEGER}(?:\.\d+)?))?)
     (?![\d.,]*\d)(?P<unit>.*)""",
     re.VERBOSE,
 )
-_BASED = re.compile(r"(-?)([0-9A-Za-z]+)\s*_\s*(?:\{\s*(?:base\s*)?(\d+)\s*\}|(\d))")
+_BASED = re.compile(r"(-?)(\()?([0-9A-Za-z]+)(?(2)\))\s*_\s*(?:\{\s*(?:base\s*)?\(?(\d+)\)?\s*\}|(\d))")
 
 
 def quantity(text: str) -> Quantity | None:
@@ -159,15 +159,15 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _based(match: re.Match[str]) -> Quantity | None:
-    base = int((match[3] or match[4])[:4])
+    base = int((match[4] or match[5])[:4])
     try:
-        value = int(match[2], base) if base >= 2 else None
+        value = int(match[3], base) if base >= 2 else None
     except ValueError:
         return None
-    if value is None or match[2].isalpha():  # x_1 is a name
+    if value is None or match[3].isalpha():  # x_1 is a name
         return None
     value = -value if match[1] else value
-    return Quantity(Fraction(value), digits=(match[1] + match[2].lstrip("0").upper(), base))
+    return Quantity(Fraction(value), digits=(match[1] + match[3].lstrip("0").upper(), base))
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

@@ -12,7 +12,10 @@ _SYMBOLS = {
     "≈": r" \approx ",
 }  # fmt: skip
 _UPRIGHT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|operatorname|rm|bf)\s*"
+_INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060\ufeff]")
 _SPELLINGS = [(re.compile(pattern), new) for pattern, new in (
+    (r"\\(?:text)?color\s*\{\w*\}|\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])", ""),
+    (r"\\(?:boldsymbol|bm|pmb|underline)\s*(?=\{)|\\(?:boxed|fbox)\s+(?=[^\s{])", ""),
     (r"\\(?:displaystyle|textstyle|limits|left(?![a-z])|right(?![a-z])|[bB]igg?[lrm]?(?![a-z]))\s*", ""),
     (r"(?<=\d)(?:\\[,!;]|,\\!|\{,\}|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))", ","),
     (r"(?<!\\)\\[,;:!> ]|\\q?quad(?![a-z])|~|\\hspace\{[^{}]*\}", " "),
@@ -20,12 +23,18 @@ _SPELLINGS = [(re.compile(pattern), new) for pattern, new in (
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
     (r"(?<=[\d}\s)/])" + _UPRIGHT + r"\{\s*([mgshLlNJWVAKC])\s*\}", r"\\unit{\1}"),  # a variable would be in italics
     (_UPRIGHT + r"\{([^{}]*)\}", r" \1 "),
+    (_UPRIGHT + r"(?=\{)", ""),
+    (r"\{([^{}]*?)\\choose(?![a-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
     (r"(?<=\() +| +(?=\))", ""),
     (r"\\(?:leq|leqslant)(?![a-z])|<=", r"\\le "),
     (r"\\(?:geq|geqslant)(?![a-z])|>=", r"\\ge "),
     (r"\\neq(?![a-z])|!=", r"\\ne "),
     (r"\\(?:simeq|thickapprox)(?![a-z])", r"\\approx "),
-    (r"^\s*\\approx(?![a-z])", ""),
+    (r"^\s*(?:\\approx(?![a-z])|=)", ""),
+    (r"^(\s*-?\d{1,3})((?: \d{3})+)\s*$", lambda m: m[0].replace(" ", "")),
+    (r"(?i)^\s*(?:the )?(?:empty set|no (?:real )?solutions?)\W*$", r"\\emptyset "),
+    (r"(?i)^\s*(?:the set of )?all (?:the )?real(?: number)?s\W*$", r"\\mathbb{R}"),
+    (r"(=[^=]*?)\s*,?\s*(?:\bfor (?:all|any|every|each)\b|\\forall(?![a-z]))[^,;=<>\d]*$", r"\1"),
     (r"\\lt(?![a-z])", "<"),
     (r"\\gt(?![a-z])", ">"),
     (r"\\(?:varnothing|O)(?![a-z])", r"\\emptyset "),
@@ -34,7 +43,7 @@ _SPELLINGS = [(re.compile(pattern), new) for pattern, new in (
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     (r"\\frac\s*(\d|[a-z])\s*\{", r"\\frac{\1}{"),
     (r"\\frac\s*(\{[^{}]*\})\s*(\d|[a-z])", r"\\frac\1{\2}"),
-    (r"\\sqrt\s*(\d|[a-zA-Z])", r"\\sqrt{\1}"),
+    (r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\d|[a-zA-Z])", r"\\sqrt\1{\2}"),
     (r"\*\*", "^"),
     (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -49,6 +58,7 @@ _SPELLINGS = [(re.compile(pattern), new) for pattern, new in (
 
 def normalise(text: str) -> str:
     """An answer in one spelling: LaTeX for symbols, no marks of layout, no full stop, no maths delimiters."""
+    text = _INVISIBLE.sub("", text)
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: "^{" + m[0].translate(_SUPERSCRIPTS) + "}", text)
     text = "".join(_vulgar(c) for c in text)
     for symbol, latex in _SYMBOLS.items():
@@ -57,10 +67,20 @@ def normalise(text: str) -> str:
     text = _undelimited(text.strip())
     for pattern, new in _SPELLINGS:
         text = pattern.sub(new, text)
-    text = " ".join(text.split()).strip().rstrip(".;:, ").strip("*` ")
-    while (inner := re.fullmatch(r"\{([^{}]*)\}", text)) and not text.startswith("\\"):
-        text = inner[1].strip()
+    text = " ".join(text.split()).strip().rstrip(".;:, \\").strip("*` ")
+    while _is_group(text):
+        text = text[1:-1].strip()
     return text
+
+
+def _is_group(text: str) -> bool:
+    """Whether the brace that a text starts with is closed at its very end."""
+    depth = 0
+    for match in re.finditer(r"\\.|[{}]", text):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return match.start() == len(text) - 1 and text[0] == "{" and match[0] == "}"
+    return False
 
 
 def _vulgar(character: str) -> str:
@@ -80,6 +100,7 @@ def _undelimited(text: str) -> str:
 
 
 _CHOICE = re.compile(r"(?:(?:option|choice|answer)\s+)?(?:\(([A-Za-z])\)|([A-Z])(?:[).:](?=\s|$)|$))(?P<rest>.*)", re.I)
+_FURTHER = re.compile(r"\(([A-Za-z])\)|\b(?:and|or|not)\s+\(?([A-Z])\b")
 _SHORT_WORDS = {"yes", "no", "odd", "all", "one", "two", "six", "ten", "red", "set", "nil", "any", "dne", "am", "pm"}
 _MATHS_WORDS = {"sqrt", "arcsin", "arccos", "arctan", "frac", "infty", "alpha", "beta", "theta", "lambda"}
 
@@ -91,13 +112,16 @@ def choice(text: str, alone: bool = False) -> str | None:
         return None
     if match[2] and not match[2].isupper():
         return None
-    return (match[1] or match[2]).upper()
+    letter = (match[1] or match[2]).upper()
+    return letter if {(m[1] or m[2]).upper() for m in _FURTHER.finditer(match["rest"])} <= {letter} else None
 
 
 def words(text: str) -> str | None:
     """An answer in words, without capitals and punctuation; ``None`` if it is, or may be, maths."""
     if re.search(r"[\\^_={}<>+*/|]", text):
         return None
+    if re.fullmatch(r"\d{1,2} ?: ?0\d", text):  # a time, no ratio
+        return text.replace(" ", "")
     text = re.sub(r"\b([ap])\.\s?m\b", r"\1m", text.lower())
     found = re.findall(r"[^\W\d_]+", text)
     if not any((len(word) >= 4 or word in _SHORT_WORDS) and word not in _MATHS_WORDS for word in found):

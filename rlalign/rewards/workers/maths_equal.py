@@ -1,6 +1,7 @@
 """Whether two answers in maths are equal, exactly where that can be, else by math-verify; run in worker processes."""
 
 import os
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -50,8 +51,10 @@ def judge(pair: list[str | None]) -> str:
 def same(gold: Any, answer: Any) -> bool:
     """Whether two readings mean the same.
 
-    - ``x = 5`` equals ``5``; two equations are the same if one is a multiple of the other, or by math-verify.
-    - Lists without brackets and sets may come in any order, tuples not; a list equals a tuple in its order.
+    - ``x = 5`` equals ``5``, as the answer ``m + n = 5`` does; two equations are the same if one is a multiple of the
+      other, or by math-verify; ``f(x) = 2x`` equals ``f(t) = 2t`` and ``y = 2x``.
+    - Lists without brackets and sets may come in any order, tuples not; a list equals a tuple in its order, and a tuple
+      equals a column or a row.
     - An interval, a union and an inequality are the same if their points are.
     - A set of one is its element.
     """
@@ -59,11 +62,17 @@ def same(gold: Any, answer: Any) -> bool:
         return _same_equations(gold, answer)
     for one, other, left in ((gold, answer, True), (answer, gold, False)):
         if isinstance(one, Equation):
-            return one.names and (same(one.rhs, other) if left else same(other, one.rhs))
+            return (one.names or (one.measures and not left)) and (
+                same(one.rhs, other) if left else same(other, one.rhs)
+            )
     if isinstance(gold, Scalar) and isinstance(answer, Scalar):
         return _same_scalars(gold, answer)
     if isinstance(gold, Several) and isinstance(answer, Several):
         return _same_several(gold, answer)
+    for one, other in ((gold, answer), (answer, gold)):
+        if isinstance(one, Several) and one.kind == "()" and _is_vector(other):
+            entries = Several("()", tuple(map(Scalar, other.expr)))
+            return _same_several(entries, one)
     if isinstance(gold, Inequality) and isinstance(answer, Inequality):
         return gold.strict == answer.strict and _is_multiple(gold.expr, answer.expr, positive=True)
     if isinstance(gold, Region) or isinstance(answer, Region):
@@ -79,9 +88,13 @@ def same(gold: Any, answer: Any) -> bool:
     return False
 
 
+def _is_vector(node: Any) -> bool:
+    return isinstance(node, Scalar) and isinstance(node.expr, sympy.MatrixBase) and 1 in node.expr.shape
+
+
 def _same_several(gold: Several, answer: Several) -> bool:
     unordered = ("list", "set")
-    if gold.kind != answer.kind and "list" not in (gold.kind, answer.kind):
+    if gold.kind != answer.kind and {gold.kind, answer.kind} not in ({"list", "()"}, {"list", "set"}):
         return False
     mine, theirs = list(gold.items), list(answer.items)
     if gold.kind in unordered and answer.kind in unordered:
@@ -111,6 +124,12 @@ def _take(items: list[Any], wanted: Any) -> bool:
 def _same_equations(gold: Equation, answer: Equation) -> bool:
     sides = (gold.lhs, gold.rhs, answer.lhs, answer.rhs)
     if gold.names and answer.names:
+        mine, theirs = _function(gold), _function(answer)
+        if mine and theirs and mine[0] == theirs[0] and isinstance(answer.rhs, Scalar):
+            x, t = sympy.Symbol(mine[1]), sympy.Symbol(theirs[1])
+            return same(gold.rhs, Scalar(answer.rhs.expr.xreplace({t: x, x: t})))
+        if (mine or theirs) and "y" in (str(getattr(side.lhs, "expr", "")) for side in (gold, answer)):
+            return same(gold.rhs, answer.rhs)
         return same(gold.rhs, answer.rhs) and (gold.lhs == answer.lhs or same(gold.lhs, answer.lhs))
     if not all(isinstance(side, Scalar) for side in sides):
         return same(gold.lhs, answer.lhs) and same(gold.rhs, answer.rhs)
@@ -120,6 +139,12 @@ def _same_equations(gold: Equation, answer: Equation) -> bool:
     return _is_multiple(one, other) or verify(
         sympy.Eq(gold.lhs.expr, gold.rhs.expr), sympy.Eq(answer.lhs.expr, answer.rhs.expr), timeout_seconds=None
     )
+
+
+def _function(equation: Equation) -> tuple[str, str] | None:
+    """Name and variable of the function that an equation defines; ``None`` if it defines none."""
+    found = re.fullmatch(r"([A-Za-z]'*)\((\w)\)", str(getattr(equation.lhs, "expr", "")))
+    return (found[1], found[2]) if found else None
 
 
 def _is_multiple(one: Any, other: Any, positive: bool = False) -> bool:

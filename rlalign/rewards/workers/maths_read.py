@@ -22,6 +22,11 @@ _CLOSE = ("\\}", "\\rangle", "\\end", ")", "]", "}")
 _COMMA = (",", ";")
 _AND = (r"\wedge", r"\land", " and ")
 _OR = (r"\vee", r"\lor", " or ")
+_FUNCTION = r"[A-Za-z]'*\s*\(\s*[A-Za-z](\s*,\s*[A-Za-z])*\s*\)"
+_NAME = re.compile(_FUNCTION + r"|[A-Za-z]'?|[A-Za-z]_\{[^{}]*\}|[A-Za-z ]{4,}")
+_NAME_OF_NUMBER = re.compile(
+    r"[fghA-Z]'*\s*\(.*\)|[A-Z]{2,4}|\|[A-Z]{1,2}\||\[[A-Z]{3,}\]|m?\s*\\angle\s*\{?[A-Z]{1,3}\}?"
+)
 
 
 class Unreadable(Exception):
@@ -48,11 +53,17 @@ class Several:
 
 @dataclass(frozen=True)
 class Equation:
-    """``lhs = rhs``; of a chain, its first and its last part. ``names`` where the left side only names the right."""
+    """``lhs = rhs``; of a chain, its first and its last part.
+
+    Attributes:
+        names: Whether the left side only names the right.
+        measures: Whether it is an expression in several variables and the right side is its value (``m+n = 5``).
+    """
 
     lhs: Any
     rhs: Any
     names: bool
+    measures: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,10 +124,19 @@ def _listed(text: str, parts: list[str]) -> Any:
 
 def _equation(parts: list[str]) -> Equation:
     left, right = parts[0].strip(), parts[-1].strip()
-    named = re.fullmatch(r"[A-Za-z]\s*\(\s*[A-Za-z](\s*,\s*[A-Za-z])*\s*\)|[A-Za-z]'?|[A-Za-z ]{4,}", left)
+    if _NAME.fullmatch(right) and _is_number(read(left)):  # 5 = x
+        left, right = right, left
+    rhs = read(right)
+    named = _NAME.fullmatch(left) or (_is_number(rhs) and _NAME_OF_NUMBER.fullmatch(left))
     lhs = Scalar(sympy.Symbol(left.replace(" ", ""))) if named else read(left)
-    simple = isinstance(lhs, Scalar) and (isinstance(lhs.expr, sympy.Symbol) or not lhs.expr.free_symbols)
-    return Equation(lhs, read(right), simple)
+    items = lhs.items if isinstance(lhs, Several) and lhs.kind == "()" else (lhs,)  # (x, y) = (1, 2)
+    names = _is_number(lhs) or all(isinstance(i, Scalar) and isinstance(i.expr, sympy.Symbol) for i in items)
+    measures = _is_number(rhs) and isinstance(lhs, Scalar) and len(lhs.expr.free_symbols) > 1
+    return Equation(lhs, rhs, names, measures)
+
+
+def _is_number(node: Any) -> bool:
+    return isinstance(node, Scalar) and not node.expr.free_symbols
 
 
 def _inequality(text: str) -> Region | Inequality:
@@ -170,7 +190,7 @@ def _parse(text: str) -> Any:
     Raises:
         Unreadable: If math-verify's parser cannot read it, or it has no value.
     """
-    if re.search(r"(?<![\w{^])\d+\s+\d", text):  # two numbers side by side are not one
+    if re.search(r"(?<![\w{^])\d+\s+\d|\d\)?\s*_", text):  # two numbers side by side; digits that no base has
         raise Unreadable(text)
     text = re.sub(r"\\?[$€£¥]", "", text)
     text = re.sub(r"\\unit\{(\w)\}", r"\1", text)
