@@ -89,12 +89,12 @@ class LearnedReward(NamedReward):
         Raises:
             ValueError: If an example has no prompt, or one that the tokenizer cannot render.
         """
-        pairs = [self._ids(example, response) for example, response in zip(examples, responses, strict=True)]
-        fitting = [i for i, ids in enumerate(pairs) if self.max_tokens is None or len(ids) <= self.max_tokens]
-        self.counts["too_long"] += len(pairs) - len(fitting)
-        fitting.sort(key=lambda i: len(pairs[i]))
-        scores: list[float | None] = [None] * len(pairs)
-        with self._lock:
+        with self._lock:  # for the tokenizer, too, which keeps the options of a call
+            pairs = [self._ids(example, response) for example, response in zip(examples, responses, strict=True)]
+            fitting = [i for i, ids in enumerate(pairs) if self.max_tokens is None or len(ids) <= self.max_tokens]
+            self.counts["too_long"] += len(pairs) - len(fitting)
+            fitting.sort(key=lambda i: len(pairs[i]))
+            scores: list[float | None] = [None] * len(pairs)
             for start in range(0, len(fitting), self.batch_size):
                 chosen = fitting[start : start + self.batch_size]
                 for i, score in zip(chosen, self._forward([pairs[i] for i in chosen]), strict=True):
