@@ -5,14 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_FENCE = re.compile(
-    r"""
-    ^[ \t]*(?P<mark>```+|~~~+)[ \t]*(?P<language>[\w+-]*)[^\n]*\n
-    (?P<code>.*?)
-    ^[ \t]*(?P=mark)[ \t]*$
-    """,
-    re.DOTALL | re.MULTILINE | re.VERBOSE,
-)
+_FENCE = re.compile(r"([ \t]*)(```+|~~~+)[ \t]*([\w+-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
 
 
@@ -31,13 +24,34 @@ def extract_code(response: str) -> str | None:
     text = after if closed else before + after
     if "<think>" in text:
         return None
-    fences = list(_FENCE.finditer(text))
-    chosen = [fence for fence in fences if fence["language"].lower() in _PYTHON] or fences
-    if chosen:
-        code = chosen[-1]["code"]
-    else:
-        code = "" if re.search(r"^[ \t]*(```|~~~)", text, re.MULTILINE) else text
-    return code if code.strip() else None
+    fences, is_open = _fences(text)
+    chosen = [code for language, code in fences if language in _PYTHON] or [code for _, code in fences]
+    code = chosen[-1] if chosen else "" if is_open else text
+    return code.lstrip("\ufeff") if code.strip() else None
+
+
+def _fences(text: str) -> tuple[list[tuple[str, str]], bool]:
+    """Language and content of each closed fence, and whether one is left open, as CommonMark has them.
+
+    A fence is closed by a line of at least as many of its marks, indented by less than four columns more (so not by one
+    in a docstring), and its indentation is no part of the content. In time linear in the text: anybody wrote it.
+    """
+    fences: list[tuple[str, str]] = []
+    lines: list[str] = []
+    mark, language, space = "", "", ""
+    for line in text.split("\n"):
+        content = line.strip(" \t\r")
+        indent = line[: len(line) - len(line.lstrip(" \t"))]
+        if mark:
+            alone = len(content) >= len(mark) and not content.strip(mark[0])
+            if alone and len(indent.expandtabs(4)) < len(space.expandtabs(4)) + 4:
+                fences.append((language, "".join(lines)))
+                mark = ""
+            else:
+                lines.append(line[min(len(indent), len(space)) :] + "\n")
+        elif (found := _FENCE.match(line)) and "`" not in line[found.end() :]:
+            space, mark, language, lines = found[1], found[2], found[3].lower(), []
+    return fences, bool(mark)
 
 
 LAYOUTS = "test and entry_point; test_list; tests and entry_point; inputs and outputs; input_output"

@@ -1,8 +1,10 @@
 """The file system and the namespaces of tier 1: the command line of bubblewrap."""
 
+import glob
 import os
 import shutil
 import sys
+from functools import cache
 
 UID_INSIDE = 65534
 SYSTEM_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/nix/store")
@@ -33,11 +35,40 @@ def interpreter_paths() -> list[str]:
     return [interpreter(), *sorted(path for path in folders if os.path.isdir(path))]
 
 
+@cache
+def package_folders() -> tuple[str, ...]:
+    """Folders of installed packages in what an answer sees of the machine; they are no business of its."""
+    patterns = [
+        f"{glob.escape(folder)}/{below}{kind}-packages"
+        for folder in (*SYSTEM_FOLDERS, *interpreter_paths())
+        for below in ("", "python*/")
+        for kind in ("site", "dist")
+    ]
+    return tuple(sorted({os.path.realpath(path) for pattern in patterns for path in glob.glob(pattern)}))
+
+
+@cache
+def without_packages(folder: str) -> tuple[list[str], list[str]]:
+    """A folder as other folders, of which all may be read, and those which may be listed only to get there."""
+    folder = os.path.realpath(folder)
+    hidden = package_folders()
+    if not any(path.startswith(f"{folder}/") for path in hidden):
+        return [folder], []
+    found: tuple[list[str], list[str]] = ([], [folder])
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.path in hidden or entry.is_symlink():  # what a link names is listed by itself, or lies elsewhere
+            continue
+        for paths, more in zip(found, without_packages(entry.path), strict=True):
+            paths += more
+    return found
+
+
 def bubblewrap_command(program: str, user_namespace: bool, folder_bytes: int, filter_fd: int | None) -> list[str]:
     """The program and its options, up to the command that it shall run.
 
-    Nothing of the machine is there but libraries and the interpreter, all of it read-only; ``/tmp`` is the working
-    folder, and ``/dev/shm`` and ``/var/tmp`` are the same, so that one size bounds them. There is no ``/proc``.
+    Nothing of the machine is there but libraries and the interpreter, all of it read-only, without installed packages;
+    ``/tmp`` is the working folder, and ``/dev/shm`` and ``/var/tmp`` are the same, so that one size bounds them. There
+    is no ``/proc``.
 
     Args:
         program: bubblewrap.
@@ -57,6 +88,8 @@ def bubblewrap_command(program: str, user_namespace: bool, folder_bytes: int, fi
             command += _parents(path, made)
             command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
             made.add(path)
+    for path in package_folders():
+        command += ["--size", "4096", "--tmpfs", path, "--remount-ro", path]
     command += ["--perms", "1777", "--size", str(folder_bytes), "--tmpfs", "/tmp", "--perms", "0755", "--dir", "/dev"]
     for path in DEVICES:
         command += ["--dev-bind", path, path]

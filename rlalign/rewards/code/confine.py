@@ -41,7 +41,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5),
     "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
     "fremovexattr": (199, 16), "utime": (132, None), "utimes": (235, None), "utimensat": (280, 88),
-    "futimesat": (261, None), "fanotify_init": (300, 262), "quotactl": (179, 60),
+    "futimesat": (261, None), "fanotify_init": (300, 262), "inotify_add_watch": (254, 27), "quotactl": (179, 60),
     # the machine itself
     "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142), "acct": (163, 89), "syslog": (103, 116),
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
@@ -49,7 +49,10 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58),
 }  # fmt: skip
 _CLONE, _CLONE3, _KILL, _TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
-_PRCTL, _FCNTL, _PRLIMIT, _SOCKETPAIR = (157, 167), (72, 25), (302, 261), (53, 199)
+_PRCTL, _FCNTL, _PRLIMIT, _SOCKETPAIR, _IOCTL = (157, 167), (72, 25), (302, 261), (53, 199), (16, 29)
+_OPEN: tuple[int | None, int | None] = (2, None)
+_UNLINK: tuple[int | None, int | None] = (87, None)
+_OPENAT, _OPENAT2, _UNLINKAT = (257, 56), (437, 437), (263, 35)
 _FIRST_UNKNOWN = 457  # system calls newer than this list do not exist for an answer; nor do those of x32
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
@@ -62,7 +65,8 @@ def system_call_filter(own_pid: int | None) -> bytes | None:
     One process it stays: threads may be started, processes may not.
 
     Args:
-        own_pid: The only process that may be sent signals; ``None``: any (in a PID namespace there is no other).
+        own_pid: The only process that may be sent signals; ``None``: any (in a PID namespace there is no other). With
+            it, files stay in their folder, which has no size of its own there: see :func:`_files_stay`.
     """
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
@@ -80,12 +84,29 @@ def system_call_filter(own_pid: int | None) -> bytes | None:
     code += _only_if(_SOCKETPAIR[column], 1, 0xF, [stream])  # of datagrams, one could be sent anywhere
     code += _only_if(_PRCTL[column], 0, 0xFFFFFFFF, [parent_death], otherwise=True)
     code += _only_if(_FCNTL[column], 1, 0xFFFFFFFF, [set_owner, set_owner_ex], otherwise=True)  # they send signals
+    socket_owner, terminal_input = (0x8901, 0x8902), 0x5412  # the first as with fcntl
+    code += _only_if(_IOCTL[column], 1, 0xFFFFFFFF, [*socket_owner, terminal_input], otherwise=True)
     if own_pid is not None:
+        code += _files_stay(column)
         code += _only_if(_KILL[column], 0, 0xFFFFFFFF, [own_pid])
         code += _only_if(_TGKILL[column], 0, 0xFFFFFFFF, [own_pid])
         code += _only_if(_PRLIMIT[column], 0, 0xFFFFFFFF, [0, own_pid])
     code.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
+
+
+def _files_stay(column: int) -> list[tuple[int, int, int, int]]:
+    """Let no file be without a name, since nobody sees the size of such ones: to remove one does nothing."""
+    ways = ((_OPENAT2, ENOSYS), (_UNLINK, 0), (_UNLINKAT, 0))  # 0 is no error: honest answers tidy up
+    code: list[tuple[int, int, int, int]] = []
+    for numbers, error in ways:
+        if (number := numbers[column]) is not None:
+            code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | error)]
+    nameless = 0x400000  # of O_TMPFILE
+    for numbers, flags in ((_OPEN, 1), (_OPENAT, 2)):
+        if (number := numbers[column]) is not None:
+            code += _only_if(number, flags, nameless, [0])
+    return code
 
 
 def _only_if(
@@ -102,9 +123,10 @@ def _only_if(
 
 _NO_NEW_PRIVILEGES, _SET_SECCOMP, _PARENT_DEATH_SIGNAL, _SUBREAPER = 38, 22, 1, 36
 _READ, _EXECUTE, _READ_FOLDER = 1 << 2, 1 << 0, 1 << 3
-_WRITE, _REMOVE_FILE, _MAKE_FILE, _TRUNCATE = 1 << 1, 1 << 5, 1 << 8, 1 << 14
-FILES_ONLY = _READ | _WRITE | _READ_FOLDER | _REMOVE_FILE | _MAKE_FILE | _TRUNCATE
-"""Of a folder: plain files in it may be made, read, written and removed; no folders, links or devices."""
+_WRITE, _MAKE_FILE, _TRUNCATE = 1 << 1, 1 << 8, 1 << 14
+FILES_ONLY = _READ | _WRITE | _READ_FOLDER | _MAKE_FILE | _TRUNCATE
+"""Of a folder: plain files in it may be made, read and written, not removed; no folders, links or devices."""
+LIST_ONLY = _READ_FOLDER
 READ_ONLY = _READ | _EXECUTE | _READ_FOLDER
 READ_WRITE = _READ | _WRITE
 

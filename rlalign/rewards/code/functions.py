@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rlalign.rewards.code.compare import equal
-from rlalign.rewards.code.protocol import Unsendable
+from rlalign.rewards.code.protocol import TooLarge, Unsendable
 from rlalign.rewards.code.sandbox import Gone, Sandbox
+
+_NOT_RAISED = (UnicodeError, ExceptionGroup, StopIteration, StopAsyncIteration)
+"""Exceptions that need more than a message, or would end a loop of the test (``all(map(candidate, ...))``)."""
 
 
 class BadTest(Exception):
@@ -31,8 +34,9 @@ class Candidate:
         """A function that calls the one of that name.
 
         It returns what that returns, as a value of Python's own types; raises the built-in exception that it raises
-        (``RuntimeError`` for any other); and what it changes in its arguments is changed, where it returns ``None`` as
-        functions that do so use to. (If it returns something, a change could make a test compare it with itself.)
+        (``RuntimeError`` for any other, and for one that ends a loop); and what it changes in its arguments is changed,
+        where it returns ``None`` as functions that do so use to. (If it returns something, a change could make a test
+        compare it with itself.)
         """
 
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -57,6 +61,10 @@ class Candidate:
         except Gone as gone:
             self._gone = gone
             raise
+        except TooLarge as error:
+            if self.calls > 1:  # it may have been made of what the answer returned before
+                raise ValueError(str(error)) from error
+            raise BadTest(f"a test calls {name} with what is too large for the sandbox: {error}.") from error
         except Unsendable as error:
             raise BadTest(f"a test calls {name} with what cannot be sent into the sandbox: {error}.") from error
         if kind == "raised":
@@ -81,7 +89,7 @@ def _exception(described: Any) -> Exception:
     """The built-in exception of that name; any other is a ``RuntimeError``."""
     name, text = described if isinstance(described, tuple) and len(described) == 2 else ("", "")
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError | ExceptionGroup):
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _NOT_RAISED):
         return kind(str(text))
     return RuntimeError(str(text))
 
@@ -154,7 +162,7 @@ def run_assertions(
         try:
             _run(test, dict(shared))
             verdicts.append(True)
-        except (BadTest, SyntaxError):
+        except BadTest:
             raise
         except Exception:
             verdicts.append(False)
@@ -202,6 +210,8 @@ def called_names(tests: Sequence[str], setup: str) -> list[str]:
         BadTest: If a test is not Python, or none calls such a function.
     """
     try:
+        for test in tests:
+            compile(test, "<test>", "exec", dont_inherit=True)  # which finds more than parsing: a return, say
         trees = [ast.parse(test) for test in tests]
         known = _bound(ast.parse(setup)) | set(dir(builtins))
     except SyntaxError as error:

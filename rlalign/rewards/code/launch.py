@@ -8,7 +8,13 @@ from functools import cache
 from typing import Any
 
 from rlalign.rewards.code import confine
-from rlalign.rewards.code.bubblewrap import SYSTEM_FOLDERS, bubblewrap_command, interpreter, interpreter_paths
+from rlalign.rewards.code.bubblewrap import (
+    SYSTEM_FOLDERS,
+    bubblewrap_command,
+    interpreter,
+    interpreter_paths,
+    without_packages,
+)
 from rlalign.rewards.code.limits import Limits, Tier
 
 UIDS = range(61184, 65520)
@@ -107,7 +113,11 @@ class Launch:
         uid = own_uid() if self._tier.other_user else None
         if uid is not None:
             os.chown(folder, uid, uid)
-        rules = [(path, confine.READ_ONLY) for path in (*SYSTEM_FOLDERS, *interpreter_paths())]
+        rules = []
+        for shown in (*SYSTEM_FOLDERS, *interpreter_paths()):
+            readable, listed = without_packages(shown)
+            rules += [(path, confine.READ_ONLY) for path in readable]
+            rules += [(path, confine.LIST_ONLY) for path in listed]
         rules += [(path, confine.READ_ONLY) for path in ("/dev/zero", "/dev/random", "/dev/urandom")]
         rules += [("/dev/null", confine.READ_WRITE), (folder, confine.FILES_ONLY)]
         ruleset = confine.landlock_rules(rules)

@@ -17,6 +17,10 @@ class Unsendable(TypeError):
     """A value that is not made of None, bool, int, float, complex, str, bytes, list, tuple, dict, set and frozenset."""
 
 
+class TooLarge(Unsendable):
+    """A value that is nested too deep, or too long."""
+
+
 class Malformed(ValueError):
     """Bytes that :func:`encode` does not make."""
 
@@ -28,7 +32,8 @@ def encode(value: object, max_bytes: int) -> bytes:
     that it extends.
 
     Raises:
-        Unsendable: If it holds another type, is nested more than ``MAX_DEPTH`` deep or longer than ``max_bytes``.
+        Unsendable: If it holds another type.
+        TooLarge: If it is nested more than ``MAX_DEPTH`` deep or longer than ``max_bytes``.
     """
     out = bytearray()
     _write(value, out, 0, max_bytes)
@@ -37,7 +42,7 @@ def encode(value: object, max_bytes: int) -> bytes:
 
 def _write(value, out: bytearray, depth: int, max_bytes: int) -> None:
     if depth > MAX_DEPTH or len(out) > max_bytes:
-        raise Unsendable(f"a value is nested more than {MAX_DEPTH} deep or longer than {max_bytes} bytes")
+        raise TooLarge(f"a value is nested more than {MAX_DEPTH} deep or longer than {max_bytes} bytes")
     kind = type(value)
     if value is None or value is True or value is False:
         out += b"N" if value is None else b"T" if value else b"F"
@@ -59,7 +64,7 @@ def _write(value, out: bytearray, depth: int, max_bytes: int) -> None:
     else:
         _write_sequence(value, out, depth, max_bytes)
     if len(out) > max_bytes:
-        raise Unsendable(f"a value is longer than {max_bytes} bytes")
+        raise TooLarge(f"a value is longer than {max_bytes} bytes")
 
 
 def _write_bytes(letter: bytes, content: bytes, out: bytearray) -> None:
@@ -130,10 +135,21 @@ def _read_items(letter: bytes, size: int, data: bytes, at: int, depth: int) -> t
         items.append(item)
     try:
         if letter == b"d":
-            return dict(zip(items[::2], items[1::2], strict=True)), at
+            return _in_steps(dict, zip(items[::2], items[1::2], strict=True)), at
         for known, base in _SEQUENCES:
             if letter == known.encode():
-                return base(items), at
+                return (base(items) if base in (list, tuple) else base(_in_steps(set, items))), at
     except TypeError as error:
         raise Malformed("a key that cannot be one") from error
     raise Malformed("a letter that stands for no type")
+
+
+def _in_steps(kind: type, items) -> object:
+    """A dict or a set, item by item: keys can be made to collide, and a signal is heard between steps only."""
+    value = kind()
+    for item in items:
+        if kind is dict:
+            value[item[0]] = item[1]
+        else:
+            value.add(item)
+    return value

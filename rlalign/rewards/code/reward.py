@@ -141,20 +141,23 @@ class CodeReward(NamedReward):
         """What workers say of jobs."""
         if not jobs:
             return []
-        with self._lock, tempfile.TemporaryDirectory(prefix=f"{MARK}-", ignore_cleanup_errors=True) as folder:
-            os.chmod(folder, 0o711)  # answers have folders of their own in it
-            for i, job in enumerate(jobs):
-                job.update(folder=folder, running=os.path.join(folder, f"running-{i}"), tier=self._tier)
-            most_tests = max(len(job.get("tests", ())) for job in jobs)
-            self._pool.time_limit = self.limits.seconds + 2 * START_SECONDS + most_tests * _START_OF_ONE
-            try:
-                results = self._pool.run([pack(job) for job in jobs])
-            except (RuntimeError, OSError) as error:
-                results = [Lost("death", str(error))] * len(jobs)
-            return [
-                _explain(result, os.path.exists(job["running"])) if isinstance(result, Lost) else result
-                for job, result in zip(jobs, results, strict=True)
-            ]
+        try:
+            with self._lock, tempfile.TemporaryDirectory(prefix=f"{MARK}-", ignore_cleanup_errors=True) as folder:
+                return self._run_in(folder, jobs)
+        except (RuntimeError, OSError) as error:  # no room for a folder, or no more processes
+            return [{"unavailable": f"{type(error).__name__}: {error}"}] * len(jobs)
+
+    def _run_in(self, folder: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        os.chmod(folder, 0o711)  # answers have folders of their own in it
+        for i, job in enumerate(jobs):
+            job.update(folder=folder, running=os.path.join(folder, f"running-{i}"), tier=self._tier)
+        most_tests = max(len(job.get("tests", ())) for job in jobs)
+        self._pool.time_limit = self.limits.seconds + 2 * START_SECONDS + most_tests * _START_OF_ONE
+        results = self._pool.run([pack(job) for job in jobs])
+        return [
+            _explain(result, os.path.exists(job["running"])) if isinstance(result, Lost) else result
+            for job, result in zip(jobs, results, strict=True)
+        ]
 
     def _score(self, result: dict[str, Any]) -> float | Exception:
         """The score of what a worker says."""
@@ -190,6 +193,6 @@ class CodeReward(NamedReward):
 
 def _explain(lost: Lost, running: bool) -> dict[str, Any]:
     """What became of a job whose worker said nothing: its tests hang, or no sandbox came up."""
-    if lost.reason == "timeout" and running:
-        return {"passed": 0, "total": 1, "end": "timeout"}
+    if lost.reason != "error" and running:  # the worker died of it twice, say: of what it does with what was returned
+        return {"passed": 0, "total": 1, "end": lost.reason}
     return {"unavailable": f"the worker was lost: {lost.reason} {lost.detail}".strip()}

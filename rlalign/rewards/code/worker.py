@@ -104,6 +104,7 @@ def _run_programs(job: dict[str, Any], verdicts: list[bool]) -> None:
     left = job["limits"].seconds
     for test in job["tests"]:
         with Sandbox(job["tier"], job["limits"], job["code"], program=True, seconds=left) as sandbox:
+            Path(job["running"]).touch()
             try:
                 printed = sandbox.run(test["input"].encode("utf-8", "surrogatepass")).decode("utf-8", "replace")
                 verdicts.append(same_output(printed, test["output"], job["tolerance"]))

@@ -77,13 +77,13 @@ def test_an_answer_cannot_end_a_loop_of_the_test(reward, test):
     assert reward([example], [fenced("def f(n): raise StopIteration")]) == [0.0]
 
 
-def test_what_an_answer_raises_is_never_a_fault_of_the_sandbox(reward):
+def test_what_an_answer_raises_is_its_own_fault(make_reward):
+    share = make_reward(score="share")
     kinds = [name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)]
-    answer = "class E(Exception): pass\nE.__name__, E.__module__ = {name!r}, 'builtins'\ndef double(n): raise E"
-    answers = [fenced(answer.format(name=name)) for name in kinds]
-    for layout in (PROBLEM, CASES, {"test_list": ["assert double(2) == 4"]}):
-        scores = reward([layout] * len(answers), answers)
-        assert dict(zip(kinds, scores, strict=True)) == dict.fromkeys(kinds, 0.0)
+    answer = "class E(Exception): pass\nE.__module__ = 'builtins'\ndef f(name):\n    E.__name__ = name\n    raise E"
+    example = {"test_list": [f"assert f({name!r}) == 0" for name in kinds]}
+    assert share([example], [fenced(answer)]) == [0.0]
+    share.close()
 
 
 @pytest.mark.parametrize(

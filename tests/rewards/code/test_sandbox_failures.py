@@ -61,6 +61,24 @@ def test_workers_that_cannot_start_mask_the_samples(make_reward, monkeypatch):
     assert broken.counts["sandbox_failures"] == 1
 
 
+def test_a_machine_without_room_masks_the_samples(make_reward, monkeypatch):
+    full = make_reward()
+
+    def fail(*arguments, **options):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(reward_module.tempfile, "mkdtemp", fail)
+    scores = full([PROBLEM] * 2, [RIGHT] * 2)
+    assert all(isinstance(score, Unavailable) and "No usable temporary directory" in str(score) for score in scores)
+    assert full.counts["sandbox_failures"] == 2
+    full.close()
+
+
+def test_an_answer_of_which_workers_die_is_wrong_and_the_next_one_is_not(reward):
+    deadly = {"entry_point": "f", "test": "import os\ndef check(c):\n    os.kill(os.getpid(), c(1))\n"}
+    assert reward([deadly, PROBLEM], [fenced("def f(n): return 9"), RIGHT]) == [0.0, 1.0]
+
+
 def test_a_worker_that_is_killed_is_replaced(make_reward):
     again = make_reward()
     assert again([PROBLEM], [RIGHT]) == [1.0]

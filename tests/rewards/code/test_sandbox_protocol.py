@@ -35,7 +35,7 @@ VALUES = [
     (1,),
     {"a": {1: [None]}, (1, 2): True},
     {1, 2},
-    frozenset({"x", (1, 2)}),
+    frozenset({(1, 2)}),
     [{}, set(), "a", b"b"],
 ]
 
