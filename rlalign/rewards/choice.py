@@ -11,8 +11,8 @@ from rlalign.rewards.extract import final_answer
 _CLAIM = re.compile(
     r"""
     \b(?:answer|(?:correct|right|best|final)\s+(?:option|choice|letter|one)|option|choice)
-        (?:\s+(?:choice|option|letter|here))?\s*(?:\bis\b|:|=)
-    | \b(?:choose|pick|select|go\s+with|opt\s+for)\b
+        (?:\s+(?:choice|option|letter|here))?\s*(?:\bis\b|\b(?:should|must|will|would)\s+be\b|:|=)
+    | (?<!n['’]t\s)(?<!not\s)(?<!never\s)\b(?:choose|pick|select|go\s+with|opt\s+for)\b
     """,
     re.VERBOSE | re.IGNORECASE,
 )
@@ -20,11 +20,13 @@ _SUBJECT = re.compile(
     r"^(.*?)\s+is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|option|choice))?\W*$", re.IGNORECASE
 )
 _BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-_MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit)\b|\\[()\[\]]|[*_`$\"“”{}]")
+_MARKUP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit)\b|\\[()\[\]]|[*_`$\"“”{}]|#{2,}")
 _MENTION = re.compile(r"(?<![\w'’\\])(?P<open>[(\[]?)(?P<label>[A-Za-z]|\d{1,2})(?P<close>[)\]:.]?)(?![\w'’])")
 _REASON = re.compile(r"\s*(?:because|since|as|which|not|rather|instead|and|or|over)\b", re.IGNORECASE)
-_DENIED = re.compile(r"(?:\bnot|\brather\s+than|\binstead\s+of|\bover)\s+(?:option\s+|choice\s+)?$", re.IGNORECASE)
-_LINE = re.compile(r"^\s*[(\[]?([A-Z])[)\].:]\s*(\S.*?)\s*$", re.MULTILINE)
+_DENIED = re.compile(
+    r"\b(?:not|rather\s+than|instead\s+of|over|anything\s+but|neither|nor)\s+(?:option\s+|choice\s+)?$", re.IGNORECASE
+)
+_LINE = re.compile(r"^[ \t]*[(\[]?([A-Z])[)\].:]\s*(\S.*)$", re.MULTILINE)
 _INLINE = re.compile(r"(?:^|(?<=\s))[(\[]?([A-Z])[)\]]\s*")
 _LABELLED = re.compile(r"^\s*[(\[]?([A-Z])[)\].:]\s*(.*)$", re.DOTALL)
 _NEAR = 30  # characters around a letter that decide whether it is one; bounded, so that hostile texts cost linear time
@@ -96,7 +98,7 @@ def options_in(prompt: str) -> dict[str, str]:
 
     A list starts with A, goes on without a gap, and has at least two options.
     """
-    lines = [(m[1], m[2]) for m in _LINE.finditer(prompt)]
+    lines = [(m[1], m[2].strip()) for m in _LINE.finditer(prompt)]
     inline = list(_INLINE.finditer(prompt))
     ends = [m.start() for m in inline[1:]] + [len(prompt)] * bool(inline)
     row = [(m[1], prompt[m.end() : end].strip(" ,;\n\t")) for m, end in zip(inline, ends, strict=True)]
@@ -232,7 +234,7 @@ def _gold(value: Any, options: Mapping[str, str]) -> str | None:
     by_text = _with_text(text, options)
     if by_text:
         return by_text
-    if text.isdigit() and text not in options:
+    if re.fullmatch(r"\d{1,3}", text) and text not in options:
         return labels[int(text)] if int(text) < len(labels) else None
     label = text.strip("()[]. ")
     if label in options or label.upper() in options:

@@ -169,14 +169,12 @@ def boxed(text: str) -> str | None:
     if not closed:
         return "" if boxes else None
     closed.sort()
-    parts = [text[closed[-1][1] : closed[-1][2]].strip()]
+    parts = {text[closed[-1][1] : closed[-1][2]].strip(): None}  # a dictionary, since there may be many
     for box, before in pairwise(reversed(closed)):
         if not _BETWEEN_BOXES.fullmatch(text[before[2] + 1 : box[0]][:50]):
             break
-        part = text[before[1] : before[2]].strip()
-        if part not in parts:
-            parts.insert(0, part)
-    return ", ".join(parts)
+        parts.setdefault(text[before[1] : before[2]].strip())
+    return ", ".join(reversed(parts))
 
 
 def _hashes(text: str) -> str | None:

@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlalign.rewards.base import NamedReward
@@ -117,6 +117,23 @@ def _fenced(text: str) -> tuple[list[str], bool]:
     return blocks, text_around or block is not None or len(blocks) > 1
 
 
+def _unique_items(validator: Any, wanted: bool, value: Any, schema: Any) -> Iterator[Any]:
+    """``uniqueItems`` in linear time; jsonschema's compares objects pair by pair."""
+    from jsonschema.exceptions import ValidationError
+
+    if wanted and isinstance(value, list) and len(set(map(_hashable, value))) < len(value):
+        yield ValidationError("items occur twice")
+
+
+def _hashable(value: Any) -> Any:
+    """Something hashable that is equal for equal JSON: 1 is 1.0, but not true."""
+    if isinstance(value, dict):
+        return frozenset((key, _hashable(item)) for key, item in value.items())
+    if isinstance(value, list):
+        return tuple(map(_hashable, value))
+    return (bool, value) if isinstance(value, bool) else value
+
+
 def parse_strictly(text: str, max_depth: int) -> Any:
     """Parse JSON as its standard has it, refusing what readers disagree on.
 
@@ -170,13 +187,18 @@ def _check(schema: str) -> Callable[[Any], bool | None]:
         kind.check_schema(parsed)
     except (ValueError, RecursionError, exceptions.SchemaError):
         return lambda value: None
+    kind = validators.extend(kind, {"uniqueItems": _unique_items})
     # An empty registry: jsonschema would otherwise fetch references from the network.
     validator = kind(parsed, registry=Registry(), format_checker=kind.FORMAT_CHECKER)
 
     def check(value: Any) -> bool | None:
         try:
             return bool(validator.is_valid(value))
-        except (Unresolvable, RecursionError):  # a reference to nowhere, or in a circle
+        except Unresolvable:
             return None
+        except OverflowError:  # the value has a number too large to be computed with
+            return False
+        except RecursionError:  # references in a circle, or a value that is no regular expression within reason
+            return None if "Ref" in schema or "$ref" in schema else False
 
     return check

@@ -23,7 +23,7 @@ _WARM_UP = [  # the parser learns its grammar while it reads, which costs the fi
     (r"\int_0^1 x dx", r"|x|!"),
 ]
 Pair = tuple[str, str | None]  # the right answer and the one given, if any
-Verdict = str | Unavailable  # equal, different, unparseable, unparseable_gold, timeout
+Verdict = str | Unavailable  # equal, different, unparseable, unparseable_gold, timeout, error
 
 
 class MathReward(NamedReward):
@@ -133,7 +133,8 @@ class MathReward(NamedReward):
         verdicts: dict[Pair, Verdict] = {}
         unknown: list[Pair] = []
         for pair in dict.fromkeys(pairs):
-            verdict = self._remembered(pair) or quick_verdict(*pair)
+            known = self._remembered((pair[0], None))  # that the right answer cannot be read in time
+            verdict = known if known == "unparseable_gold" else self._remembered(pair) or quick_verdict(*pair)
             if verdict is None:
                 unknown.append(pair)
             else:
@@ -143,14 +144,18 @@ class MathReward(NamedReward):
         return verdicts
 
     def _judged(self, pairs: list[Pair]) -> dict[Pair, Verdict]:
-        """Verdicts of worker processes; where one took too long, the right answer is looked at alone, as the cause."""
+        """Verdicts of worker processes; where one took too long or failed, the right answer is looked at alone."""
         verdicts = dict(zip(pairs, self._run(pairs), strict=True))
-        late = {gold for (gold, answer), verdict in verdicts.items() if verdict == "timeout"}
+        late = {gold for (gold, answer), verdict in verdicts.items() if verdict in ("timeout", "error")}
         alone: list[Pair] = [(gold, None) for gold in late]
-        bad = {gold for (gold, _), verdict in zip(alone, self._run(alone), strict=True) if verdict != "different"}
+        bad: dict[str, Verdict] = {}
+        for (gold, _), verdict in zip(alone, self._run(alone), strict=True):
+            if verdict != "different":
+                bad[gold] = verdict if isinstance(verdict, Unavailable) else "unparseable_gold"
+                self._remember((gold, None), bad[gold])
         for pair in verdicts:
-            if pair[0] in bad and verdicts[pair] == "timeout":
-                verdicts[pair] = "unparseable_gold"
+            if pair[0] in bad and verdicts[pair] in ("timeout", "error"):
+                verdicts[pair] = bad[pair[0]]
             self._remember(pair, verdicts[pair])
         return verdicts
 
@@ -169,7 +174,7 @@ class MathReward(NamedReward):
         match verdict:
             case "timeout":
                 self._count("timeouts")
-            case "unparseable":
+            case "unparseable" | "error":
                 self._count("unparseable")
             case "unparseable_gold":
                 self._count("unparseable_gold")
@@ -201,7 +206,7 @@ def _verdict(result: str | Lost) -> Verdict:
         return result
     if result.reason == "death":
         return Unavailable("A worker process died of this answer, twice.")
-    return "timeout" if result.reason == "timeout" else "unparseable"
+    return result.reason
 
 
 def quick_verdict(gold: str, answer: str | None) -> Verdict | None:

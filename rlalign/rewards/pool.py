@@ -29,7 +29,7 @@ class Lost:
 
     Attributes:
         reason: ``timeout``: it took longer than the limit. ``death``: the worker died of it, twice. ``error``: the
-            function raised.
+            function raised, ``MemoryError`` where it wanted more than a worker may have.
         detail: The exception, in one line.
     """
 
@@ -56,6 +56,7 @@ class _Worker:
         since: When it began with that (monotonic); ``None`` until it has started up.
         computed: Its seconds of computing at that time.
         check: When to look whether it has been at it for too long.
+        spoilt: Whether it ran out of memory, after which it must be replaced.
     """
 
     pid: int
@@ -65,6 +66,7 @@ class _Worker:
     computed: float = 0.0
     check: float = 0.0
     taken: int = 0
+    spoilt: bool = False
     unread: bytearray = field(default_factory=bytearray)
 
     def begin(self, now: float, limit: float) -> None:
@@ -250,7 +252,11 @@ class WorkerPool:
             ready = [key.data for key, _ in self._selector.select(wait)]
             now = time.monotonic()
             for worker in ready:
-                if not self._receive(worker, results, now):
+                alive = self._receive(worker, results, now)
+                if worker.spoilt:
+                    queue.extendleft(reversed(worker.todo))
+                    self._dismiss(worker)
+                elif not alive:
                     self._bury(worker, results, queue, suspects)
             for worker in list(self._team):
                 if worker.todo and worker not in ready and worker.is_late(now, self.time_limit):
@@ -293,6 +299,7 @@ class WorkerPool:
                 reply = json.loads(line)
                 lost = Lost("error", reply["error"]) if "error" in reply else None
                 results[worker.todo.popleft()] = lost or reply["result"]
+                worker.spoilt = "last" in reply
         if lines:
             worker.begin(now, self.time_limit)
         return bool(received)

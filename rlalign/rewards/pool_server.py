@@ -48,18 +48,22 @@ def work(stream: socket.socket, function: Callable[[Any], Any], memory: int) -> 
     with stream.makefile("rb") as chunks:
         for chunk in chunks:
             for item in json.loads(chunk):
-                stream.sendall(answer(function, item))
+                reply = answer(function, item)
+                stream.sendall(json.dumps(reply).encode() + b"\n")
+                if "last" in reply:
+                    return
 
 
-def answer(function: Callable[[Any], Any], item: Any) -> bytes:
-    """One result as a line."""
+def answer(function: Callable[[Any], Any], item: Any) -> dict[str, Any]:
+    """One result, or the exception in its place; ``last`` if this process is not to be trusted any more."""
     try:
-        line = json.dumps({"result": function(item)})
-    except MemoryError:  # whatever is half done in this process is not to be trusted
-        os._exit(1)
+        reply = {"result": function(item)}
+        json.dumps(reply)
+        return reply
+    except MemoryError:
+        return {"error": "MemoryError", "last": True}
     except Exception as error:  # of whatever kind: it belongs to this item, not to the worker
-        line = json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
-    return line.encode() + b"\n"
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
 def limit_memory(memory: int) -> None:

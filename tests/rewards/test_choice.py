@@ -32,6 +32,9 @@ def verdict(text, example=CITIES, **options):
         "**Paris**",
         "Option C",
         "The answer is (C)",
+        "The answer must be C.",
+        "So the correct option should be C, since Paris is in France.",
+        "#### C",
         "The answer is C.",
         "The answer is **C**.",
         "the answer is c",
@@ -98,6 +101,10 @@ def test_the_right_option_however_it_is_written(text):
         "\\boxed{}",
         "The answer is C) London",
         "C. London",
+        "I don't choose C",
+        "I would never pick C",
+        "The answer is anything but C",
+        "I choose neither A nor C",
         "The answer is not C",
         "The answer is not (C).",
         "C is a nice letter, I think",
@@ -151,7 +158,9 @@ def test_forms_of_the_right_option(gold):
     assert verdict("B", example) == 0.0
 
 
-@pytest.mark.parametrize("gold", [None, "", "E", "Berlin", 4, -1, "7", float("nan"), True, "C) London"])
+@pytest.mark.parametrize(
+    "gold", [None, "", "E", "Berlin", 4, -1, "7", float("nan"), True, "C) London", "²", "9" * 5000]
+)
 def test_a_right_option_that_cannot_be_told_scores_nothing_and_is_counted_kf65(gold):
     reward = MultipleChoice(choices="options")
     assert reward(CITIES | {"answer": gold}, "C") is None
@@ -256,3 +265,5 @@ def test_long_hostile_text_is_read_in_linear_time():
         text = piece * (60_000 // len(piece))
         assert verdict(text) == 0.0
         options_in(text)
+    for blank in (" ", "\n"):
+        assert options_in("A) x" + blank * 60_000 + "y") == {}

@@ -95,6 +95,38 @@ def test_hostile_text_is_read_in_linear_time():
         assert JsonSchemaReward({}, extra_text=True)({}, '"' + piece * (49_000 // len(piece))) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        (json.dumps([{"a": [i]} for i in range(3000)]), 1.0),
+        ('[{"a": 1, "b": []}, {"b": [], "a": 1.0}]', 0.0),
+        ('[1, true, "1", null, [1], [true], {}, [], 0, false]', 1.0),
+        ("[1, 1.0]", 0.0),
+        ("[[{}], [{}]]", 0.0),
+        ("5", 1.0),
+    ],
+)
+def test_items_that_occur_twice_are_found_in_linear_time(text, score):
+    assert JsonSchemaReward({"uniqueItems": True})({}, text) == score
+    assert JsonSchemaReward({"uniqueItems": False})({}, text) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [({"multipleOf": 0.1}, "9" * 4000), ({"format": "regex"}, json.dumps("a{99999999999999999999}"))],
+)
+def test_a_value_that_cannot_be_computed_with_is_wrong(schema, text):
+    reward = JsonSchemaReward(schema)
+    assert reward({}, text) == 0.0
+    assert reward.counts == {}
+
+
+def test_a_regular_expression_too_deep_to_read_is_a_wrong_value_not_a_bad_schema():
+    reward = JsonSchemaReward({"format": "regex"})
+    assert reward({}, json.dumps("(" * 20_000)) == 0.0
+    assert reward.counts == {}
+
+
 def test_a_schema_of_each_example():
     reward = JsonSchemaReward(key="schema")
     assert reward.columns == ("schema",)

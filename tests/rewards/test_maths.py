@@ -9,6 +9,7 @@ from answer_pairs import BOXED, PAIRS, WHOLE
 from rlalign.rewards import Response, RewardSuite, Unavailable
 from rlalign.rewards.extract import stated_answer
 from rlalign.rewards.maths import MathReward, quick_verdict
+from rlalign.rewards.pool import Lost
 
 TOWER = r"\dfrac{{5^{{(5^{{(5^{{(5^5)}})}}-4)}}-{}}}{{16}}"
 
@@ -97,6 +98,20 @@ def test_a_right_answer_that_cannot_be_read_in_time_is_none_kf59_kf65(hasty):
     assert hasty.counts == {"unparseable_gold": 2, "timeouts": 1}
 
 
+def test_that_a_right_answer_cannot_be_read_in_time_is_found_out_once_kf59_kf65(hasty, monkeypatch):
+    huge = r"\binom{99999999}{44444444}"
+    assert grade(hasty, [(huge, r"\boxed{x}")]) == [None]
+    monkeypatch.setattr(hasty.pool, "run", lambda items: pytest.fail("asked a worker again"))
+    assert grade(hasty, [(huge, r"\boxed{y}")]) == [None]
+
+
+def test_a_right_answer_that_makes_the_parser_fail_is_none_and_an_answer_wrong_kf65(maths, monkeypatch):
+    lost = [Lost("error", "RecursionError: too deep")]
+    monkeypatch.setattr(maths.pool, "run", lambda pairs: ["different" if p == ("x", None) else lost[0] for p in pairs])
+    assert grade(maths, [("x", r"\boxed{2x}"), (r"\sin x", r"\boxed{x}")]) == [0.0, None]
+    assert maths.counts == {"unparseable": 1, "unparseable_gold": 1}
+
+
 def test_a_time_out_is_remembered(hasty):
     pairs = [("3", rf"\boxed{{{TOWER.format(1)}}}")]
     for calls in (1, 2, 3):
@@ -163,6 +178,10 @@ def test_an_answer_that_is_too_long_is_none_and_counted():
     assert grade(reward, [("5", rf"\boxed{{{'0' * 19}5}}"), ("5", rf"\boxed{{{'0' * 20}5}}")]) == [1.0, 0.0]
     assert reward.counts == {"too_long": 1}
     assert reward.answer(rf"\boxed{{{'0' * 20}5}}") is None
+
+
+def test_many_boxes_are_read_in_linear_time():
+    assert stated_answer("".join(rf"\boxed{{{i}}}," for i in range(200_000))).endswith(", 199999")
 
 
 def test_where_answers_are_looked_for_is_an_argument(maths):

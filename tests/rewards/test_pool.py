@@ -102,7 +102,14 @@ def test_a_worker_kept_from_computing_is_given_time(monkeypatch, computed, now, 
 
 def test_a_worker_that_dies_costs_only_its_item_kf72(pool):
     items = [0, "die", 1, "hoard", *range(2, 40)]
-    assert pool().run(items) == [[0], Lost("death"), [1], Lost("death"), *([i] for i in range(2, 40))]
+    hoarder = Lost("error", "MemoryError")
+    assert pool().run(items) == [[0], Lost("death"), [1], hoarder, *([i] for i in range(2, 40))]
+
+
+def test_a_worker_out_of_memory_is_replaced_and_no_item_after_it_is_blamed(pool):
+    results = pool(workers=1).run(["pid", *["hoard"] * 3, "pid"])
+    assert results[1:4] == [Lost("error", "MemoryError")] * 3
+    assert results[0] != results[4]
 
 
 def test_the_rest_of_a_chunk_is_not_lost(pool):
