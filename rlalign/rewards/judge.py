@@ -168,7 +168,8 @@ class Judge(NamedReward):
 
     def _ask(self, values: dict[str, str], **marked: str) -> Ask:
         def messages(nonce: str) -> list[dict[str, str]]:
-            between = {name: f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>" for name, text in marked.items()}
+            texts = {name: text.encode("utf-8", "replace").decode() for name, text in marked.items()}  # half characters
+            between = {name: f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>" for name, text in texts.items()}
             asked = [{"role": "user", "content": self.template.format(**values, **between, nonce=nonce)}]
             if not self.system_prompt:
                 return asked
@@ -179,12 +180,12 @@ class Judge(NamedReward):
         return key, messages(secrets.token_hex(8))
 
     async def _send(self, asks: dict[str, list[dict[str, str]]]) -> dict[str, str | Exception | None]:
-        from openai import AsyncOpenAI
+        from rlalign.rewards.judge_client import connect
 
-        key = "none" if self.api_key_env is None else os.environ.get(self.api_key_env, "none")
+        secret = "none" if self.api_key_env is None else os.environ.get(self.api_key_env, "none")
         places = asyncio.Semaphore(self.concurrency)
         lost_in_a_row = 0
-        async with AsyncOpenAI(base_url=self.base_url, api_key=key, max_retries=0, timeout=self.time_limit) as client:
+        async with connect(self.base_url, secret, self.time_limit) as client:
 
             async def send(key: str, messages: list[dict[str, str]]) -> tuple[str, str | Exception | None]:
                 nonlocal lost_in_a_row
@@ -204,6 +205,8 @@ class Judge(NamedReward):
         """The reply to a request, ``None`` if the server refuses it."""
         import openai
 
+        from rlalign.rewards.judge_client import describe
+
         problem, wait = "", 0.0
         for attempt in range(self.retries + 1):
             if attempt:
@@ -217,7 +220,7 @@ class Judge(NamedReward):
                 completion = await asyncio.wait_for(request, self.time_limit)
                 return str(completion.choices[0].message.content or "")
             except openai.APIStatusError as error:
-                problem = f"state {error.status_code}: {error.message}"
+                problem = f"state {error.status_code}: {describe(error, client.api_key)}"
                 if error.status_code in _REFUSED:
                     self._count("refused")
                     self._warn("refuses a request", problem)
@@ -225,13 +228,15 @@ class Judge(NamedReward):
                 if error.status_code not in _RETRIED and error.status_code < 500:
                     break
                 wait = _seconds(error.response.headers.get("retry-after"), wait)
-            except (TimeoutError, openai.OpenAIError) as error:
-                problem = str(error) or f"no reply within {self.time_limit:g} s"
-            except (ValueError, AttributeError, TypeError, LookupError) as error:  # no JSON, or none of this protocol
-                problem = f"unreadable reply: {error!r}"
+            except TimeoutError:
+                problem = f"no reply within {self.time_limit:g} s"
+            except openai.OpenAIError as error:
+                problem = describe(error, client.api_key)
+            except (ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:  # no such protocol
+                problem = f"unreadable reply: {describe(error, client.api_key)}"
         self._count("unreachable")
         self._warn("cannot be reached", problem)
-        return Unavailable(f"The judge '{self.model}' cannot be reached, {problem:.200}")
+        return Unavailable(f"The judge '{self.model}' cannot be reached, {problem}")
 
     def _verdict(self, replies: list[str | Exception | None]) -> float | Exception | None:
         """The score that replies add up to."""
@@ -294,6 +299,7 @@ def _check_options(options: dict[str, Any]) -> dict[str, Any]:
 def _seconds(header: str | None, default: float) -> float:
     """The seconds that a server asks to wait."""
     try:
-        return max(float(header or ""), 0.0)
+        seconds = float(header or "")
     except ValueError:
         return default
+    return seconds if seconds >= 0 else default

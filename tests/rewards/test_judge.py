@@ -1,4 +1,5 @@
 import asyncio
+import gzip
 import json
 import logging
 import re
@@ -270,9 +271,9 @@ def test_failures_that_pass_are_tried_again(server):
 
 
 def test_the_server_says_how_long_to_wait(server):
-    server.script = [(429, {}, [("Retry-After", "0")]), (429, {}, [("Retry-After", "soon")]), "Score: 10"]
+    server.script = [(429, {}, [("Retry-After", wait)]) for wait in ("0", "soon", "nan", "-1")] + ["Score: 10"]
     waits = []
-    reward = judge(server, backoff=1000.0)
+    reward = judge(server, backoff=1000.0, retries=4)
 
     async def sleep(seconds):
         waits.append(seconds)
@@ -282,7 +283,7 @@ def test_the_server_says_how_long_to_wait(server):
         assert reward([EXAMPLE], ["2"]) == [1.0]
     finally:
         asyncio.sleep = real
-    assert waits == [0.0, 20.0]  # as told; then the back-off, which the time limit bounds
+    assert waits == [0.0, 20.0, 20.0, 20.0]  # as told; then the back-off, which the time limit bounds
 
 
 def test_the_wait_doubles(server, monkeypatch):
@@ -354,7 +355,16 @@ def test_failures_here_and_there_end_nothing(server):
 
 
 @pytest.mark.parametrize(
-    "body", [b"<html>busy</html>", b"[]", b"{}", b'{"choices": []}', b'{"choices": [{}]}', b"null"]
+    "body",
+    [
+        b"<html>busy</html>",
+        b"[]",
+        b"{}",
+        b'{"choices": []}',
+        b'{"choices": [{}]}',
+        b"null",
+        pytest.param(b"[" * 100_000, id="deep"),
+    ],
 )
 def test_replies_of_another_protocol_are_tried_again(server, body):
     server.script = [(200, body), "Score: 10"]
@@ -373,6 +383,49 @@ def test_a_wrong_key_or_name_is_not_tried_again(server, status, caplog):
     assert reward.counts == {"requests": 2, "unreachable": 2}
     assert len(caplog.records) == 1
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("status", [400, 401, 500])
+def test_a_key_that_a_server_sends_back_is_not_shown(server, status, caplog):
+    server.always = (status, {"error": {"message": "Bearer secret is no key. " + "x" * 10_000}})
+    values = judge(server, retries=0)([EXAMPLE], ["2"])
+    assert "secret" not in caplog.text + repr(values)
+    assert "Bearer *** is no key" in caplog.text
+    assert len(caplog.text) < 1000
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_nothing_is_sent_to_another_server(server, status):
+    other = Server()
+    server.always = (status, {}, [("Location", f"{other.url}/chat/completions")])
+    (value,) = judge(server, retries=0)([EXAMPLE], ["2"])
+    assert isinstance(value, Unavailable)
+    assert str(status) in str(value)
+    assert other.seen == []
+    other.close()
+
+
+def test_a_reply_is_read_up_to_a_size_only(server):
+    def flood(handler):
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        while not server.let_go.is_set():
+            handler.wfile.write(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+
+    packed = gzip.compress(b" " * (1 << 20))
+    server.script = [(200, flood), (200, packed, [("Content-Encoding", "gzip")]), (500, flood)]
+    values = judge(server, retries=0, concurrency=1)([EXAMPLE] * 3, ["2", "3", "4"])
+    assert [re.sub(".*(longer|compressed).*", r"\1", str(value)) for value in values] == [
+        "longer",
+        "compressed",
+        "longer",
+    ]
+
+
+def test_a_response_that_is_not_quite_text_is_judged(server):
+    assert judge(server)([EXAMPLE], ["half of \ud83d"]) == [pytest.approx(2 / 3)]
+    assert "half of ?" in server.seen[0]["messages"][1]["content"]
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
