@@ -45,7 +45,8 @@ class SeededDataModule(LightningDataModule, ABC):
         rank_zero_warn(f"The run is resumed with its own seed, {state_dict['seed']}; {self.seed} is not used.")
         self.seed = state_dict["seed"]
         self.forget()
-        self.setup("fit")
+        assert self.trainer is not None
+        self.setup(self.trainer.state.fn or "fit")  # validation needs no training data
 
     def plan_of(self, num_items: int) -> StepPlan:
         """How an epoch of so many items is cut, with the ranks and the accumulation of the trainer."""

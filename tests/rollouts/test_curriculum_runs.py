@@ -121,6 +121,15 @@ def test_a_checkpoint_of_a_curriculum_is_validated_without_one(tmp_path, tiny_mo
     assert data.state_dict() == {"seed": 3}
 
 
+def test_validation_with_another_seed_loads_no_prompts_to_train_on(tmp_path, tiny_model, data_file):
+    module, _, _, last = fit(tiny_model, data_file, tmp_path, 1)
+    options = {"sampling": SamplingParams(max_new_tokens=10), "val": data_file, "val_limit": 4, "seed": 8}
+    data = RolloutDataModule(str(tmp_path / "gone.jsonl"), {"length": length_reward}, **options)
+    with pytest.warns(UserWarning, match="with its own seed, 3; 8 is not used"):
+        make_trainer().validate(module, data, ckpt_path=last, verbose=False, weights_only=True)
+    assert data.seed == 3
+
+
 def test_the_state_matters_when_a_run_is_resumed(tmp_path, tiny_model, data_file):
     """Without what was observed, other prompts are drawn: the test above can fail."""
     make = CURRICULA["pools"]
