@@ -50,7 +50,7 @@ def confine(config: dict) -> None:
 def run_program(code: str) -> None:
     """Run an answer as a program: standard input and output are what it reads and writes."""
     module = new_module("__main__")
-    sys.argv = ["main.py"]
+    sys.argv = [module.setdefault("__file__", "main.py")]
     exec(compile(code, "main.py", "exec", dont_inherit=True), module)
 
 

@@ -56,7 +56,7 @@ class Sandbox:
         code: Source of the answer.
         prompt: Source that it continues, or that it may use.
         names: Functions that it must define.
-        program: Whether it is a program that reads standard input, instead of functions to call.
+        text: Standard input of an answer that is a program; ``None`` for functions to call.
         seconds: Wall time that it has; ``limits.seconds`` if not given.
 
     Raises:
@@ -70,10 +70,10 @@ class Sandbox:
         code: str,
         prompt: str = "",
         names: tuple[str, ...] = (),
-        program: bool = False,
+        text: bytes | None = None,
         seconds: float | None = None,
     ) -> None:
-        self._tier, self._limits, self._program = tier, limits, program
+        self._tier, self._limits, self._text = tier, limits, text
         self._process: subprocess.Popen | None = None
         self._open: list[int] = []
         self._calls = 0
@@ -81,7 +81,7 @@ class Sandbox:
         try:
             self._start()
             self.deadline = time.monotonic() + (limits.seconds if seconds is None else seconds)
-            job = {"code": code, "prompt": prompt, "names": list(names), "program": program}
+            job = {"code": code, "prompt": prompt, "names": list(names), "program": text is not None}
             self._send(marshal.dumps(job))
         except BaseException:
             self.close()
@@ -140,24 +140,16 @@ class Sandbox:
         if select.select([self._replies], [], [], 0)[0]:
             raise Gone("forged" if os.read(self._replies, 1) else "died")
 
-    def run(self, text: bytes) -> bytes:
-        """Give a program its standard input: what it prints until it ends.
+    def run(self) -> bytes:
+        """What a program prints until it ends.
 
         Raises:
             Gone: If it takes too long or prints too much.
         """
         assert self._process is not None
-        printed, view = bytearray(), memoryview(text)
-        if not view:
-            self._shut(self._stdin)
+        printed = bytearray()
         while True:
-            writing = [self._stdin] if view else []
-            readable, writable, _ = select.select([self._stdout], writing, [], self._wait())
-            if writable:
-                view = view[_write(self._stdin, view) :]
-                if not view:
-                    self._shut(self._stdin)
-            if readable:
+            if select.select([self._stdout], [], [], self._wait())[0]:
                 data = os.read(self._stdout, 1 << 16)
                 printed += data
                 if len(printed) > self._limits.output:
@@ -187,11 +179,11 @@ class Sandbox:
         request_end, self._requests = self._pipe()
         self._replies, reply_end = self._pipe()
         errors, error_end = self._pipe()
-        stdin, self._stdin = self._pipe()
         self._stdout, stdout = self._pipe()
-        for descriptor in (self._requests, self._stdin):
-            os.set_blocking(descriptor, False)
-        given, printed = (stdin, stdout) if self._program else (subprocess.DEVNULL, subprocess.DEVNULL)
+        os.set_blocking(self._requests, False)
+        given, printed = subprocess.DEVNULL, subprocess.DEVNULL
+        if self._text is not None:
+            given, printed = self._file(self._text), stdout
         owner = f"owner={os.getsid(0)}"  # the process that starts the workers, for whoever looks at a list of processes
         python = ["-I", "-S", "-X", "utf8", "-c", _BOOT, MARK, str(request_end), owner]
         try:
@@ -201,7 +193,7 @@ class Sandbox:
                 )
         except (OSError, subprocess.SubprocessError) as error:
             raise StartError(str(error)) from error
-        for descriptor in (request_end, reply_end, error_end, stdin, stdout):
+        for descriptor in (request_end, reply_end, error_end, given, stdout):
             self._shut(descriptor)
         self.deadline = time.monotonic() + START_SECONDS
         try:
@@ -273,6 +265,14 @@ class Sandbox:
         ends = os.pipe()
         self._open += ends
         return ends
+
+    def _file(self, text: bytes) -> int:
+        """A file to read only, since some programs ask for the size of their input."""
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(text)
+            file.flush()
+            self._open.append(os.open(file.name, os.O_RDONLY))
+        return self._open[-1]
 
     def _shut(self, descriptor: int) -> None:
         if descriptor in self._open:

@@ -103,10 +103,11 @@ def _run_programs(job: dict[str, Any], verdicts: list[bool]) -> None:
     """Tests of standard input and output, each in a sandbox of its own; the wall time is that of all together."""
     left = job["limits"].seconds
     for test in job["tests"]:
-        with Sandbox(job["tier"], job["limits"], job["code"], program=True, seconds=left) as sandbox:
+        text = test["input"].encode("utf-8", "surrogatepass")
+        with Sandbox(job["tier"], job["limits"], job["code"], text=text, seconds=left) as sandbox:
             Path(job["running"]).touch()
             try:
-                printed = sandbox.run(test["input"].encode("utf-8", "surrogatepass")).decode("utf-8", "replace")
+                printed = sandbox.run().decode("utf-8", "replace")
                 verdicts.append(same_output(printed, test["output"], job["tolerance"]))
             except Gone as gone:
                 if gone.why == "timeout":

@@ -107,6 +107,9 @@ def test_exceptions_that_a_test_expects(reward):
     [
         ("import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(3)", 1.0),
         ("print(3)\nraise SystemExit", 1.0),
+        ("import os\nprint(sum(map(int, os.read(0, os.fstat(0).st_size).split())))", 1.0),
+        ("import io, os\nprint(eval('+'.join(io.open(0).read().split())))\nos.path.abspath(__file__)\nexit()", 1.0),
+        ("import os\nos.write(0, b'x')\nprint(3)", 0.0),
         ("import atexit\natexit.register(print, 3)", 1.0),
         ("if __name__ == '__main__': print(3)", 1.0),
         ("import sys\nsys.stderr.write('x' * 1000000)\nprint(3)", 1.0),
