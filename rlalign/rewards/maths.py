@@ -37,8 +37,8 @@ class MathReward(NamedReward):
     :func:`rlalign.rewards.workers.maths_equal.same` says. Naming several candidates does not help: a list equals only
     a list.
 
-    An answer over the time limit scores 0 and is counted. So is one that math-verify cannot parse, and one that is too
-    long. A right answer that cannot be parsed, or not within the time limit, gives ``None``. An answer of which a
+    An answer over the time limit scores 0 and is counted. So is one that math-verify cannot parse, one whose parsing
+    takes all of a worker's memory, and one that is too long. A right answer that cannot be parsed, or not within the time limit, gives ``None``. An answer of which a
     worker dies twice is :class:`rlalign.rewards.base.Unavailable`.
 
     Attributes:

@@ -22,6 +22,7 @@ _UNITS = {
     "yen": "¥ yen:1",
     "angle": "degree deg:1 radian rad:0",
     "ratio": "%:1/100",
+    "unit": "unit:1",
 }  # fmt: skip
 UNITS = {
     name: (dimension, Fraction(factor))
@@ -119,7 +120,7 @@ def split_unit(text: str) -> tuple[str, Fraction, tuple[tuple[str, int], ...]]:
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _POWER = r"(?:[eE]([-+]?\d+)|\s*(?:\\times|\\cdot|x)\s*10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|(\d)))"
 _QUANTITY = re.compile(
-    rf"""(?P<sign>[-+]?)\s*(?P<money>\\?[$€£¥]|)\s*(?P<inner>[-+]?)\s*
+    rf"""(?P<sign>[-+]?)\s*+(?P<money>\\?[$€£¥]|)\s*+(?P<inner>[-+]?)\s*+
     (?:(?P<whole>\d+)\s*\\frac\{{\s*(?P<mn>\d+)\s*\}}\{{\s*(?P<md>\d+)\s*\}}
     |(?P<whole2>\d+)\s+(?P<mn2>\d+)\s*/\s*(?P<md2>\d+)
     |\\frac\{{\s*(?P<fn>-?{_INTEGER}(?:\.\d+)?)\s*\}}\{{\s*(?P<fd>-?{_INTEGER}(?:\.\d+)?)\s*\}}

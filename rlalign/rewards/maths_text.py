@@ -17,10 +17,11 @@ _SPELLINGS = [(re.compile(pattern), new) for pattern, new in (
     (r"\\(?:text)?color\s*\{\w*\}|\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])", ""),
     (r"\\(?:boldsymbol|bm|pmb|underline)\s*(?=\{)|\\(?:boxed|fbox)\s+(?=[^\s{])", ""),
     (r"\\(?:displaystyle|textstyle|limits|left(?![a-z])|right(?![a-z])|[bB]igg?[lrm]?(?![a-z]))\s*", ""),
-    (r"(?<=\d)(?:\\[,!;]|,\\!|\{,\}|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))", ","),
+    (r"(?<=\d)(?:\\[,!;]|,\\!|\{,\}|[\u2009\u202f\u00a0])\s?(?=\d{3}(?!\d))", ","),
     (r"(?<!\\)\\[,;:!> ]|\\q?quad(?![a-z])|~|\\hspace\{[^{}]*\}", " "),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree(?![a-z])", " degrees "),
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+    (r"\\lg(?![a-z])", r"\\log_{10}"),
     (r"(?<=[\d}\s)/])" + _UPRIGHT + r"\{\s*([mgshLlNJWVAKC])\s*\}", r"\\unit{\1}"),  # a variable would be in italics
     (_UPRIGHT + r"\{([^{}]*)\}", r" \1 "),
     (_UPRIGHT + r"(?=\{)", ""),
@@ -126,4 +127,4 @@ def words(text: str) -> str | None:
     found = re.findall(r"[^\W\d_]+", text)
     if not any((len(word) >= 4 or word in _SHORT_WORDS) and word not in _MATHS_WORDS for word in found):
         return None
-    return " ".join(re.findall(r"[^\W_]+", text))
+    return re.sub("^(?:an?|the) (?=.)", "", " ".join(re.findall(r"[^\W_]+", text)))

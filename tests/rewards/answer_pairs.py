@@ -59,6 +59,10 @@ BOXED = {
         ("x = 10^{-20}", "x = 10^{-21}", False),
         (r"[0, 10^{-20}]", r"[0, 10^{-21}]", False),
         (r"\begin{pmatrix}10^{-20}\\1\end{pmatrix}", r"\begin{pmatrix}10^{-21}\\1\end{pmatrix}", False),
+        ("x^2=10^{-20}", "x^2=10^{-21}", False),
+        ("x^2+y=1+10^{-20}", "x^2+y=1", False),
+        ("y=10^{-20}x", "x=10^{20}y", True),
+        ("y=10^{-20}x", "x=10^{21}y", False),
     ],
     "fractions": [
         (r"\frac{1}{3}", r"\frac13", True),
@@ -121,6 +125,7 @@ BOXED = {
         ("1000", "10,00", False),
         ("1,234", "1,235", False),
         ("1,000, 2,000", "2,000, 1,000", True),
+        ("1111100", r"1,\! 111,\! 100", True),
     ],
     "currency": [
         ("1234", "$1,234.00", True),
@@ -205,6 +210,9 @@ BOXED = {
         ("2", "2 hundredths", False),
         ("30", "30 sec", True),
         ("1 min", "60 sec", True),
+        (r"8\pi\text{ cubic units}", r"8\pi", True),
+        (r"\sqrt{3}\text{ units}", r"\sqrt{3}", True),
+        (r"\sqrt{3}\text{ units}", r"\sqrt{2}", False),
     ],
     "LaTeX": [
         (r"\sqrt{8}", r"2\sqrt{2}", True),
@@ -271,6 +279,8 @@ BOXED = {
         (r"\sqrt[3]{2}", r"\sqrt[4]2", False),
         (r"\binom{10}{3}", r"{10 \choose 4}", False),
         (r"\frac{2}{3}", r"\color{red} \frac{2}{5}", False),
+        (r"\log_{10} 2", r"\lg 2", True),
+        (r"\log_{10} 2", r"\lg 3", False),
     ],
     "expressions": [
         ("x^2+2x+1", "(x+1)^2", True),
@@ -351,6 +361,13 @@ BOXED = {
         ("f(x)=x^2", "f(t)=x^2", False),
         ("f(x)=x^2", "f(t)=t^3", False),
         ("f(x)=x^2", "g(x)=x^2", False),
+        (r"y=\frac{1}{4}x", "x=4y", True),
+        (r"y=\frac{1}{4}x", "x=2y", False),
+        ("a_n=2n+1", "a_{n}=1+2n", True),
+        ("a_n=2n+1", "b_n=2n+1", False),
+        ("xy=1", r"y=\frac{1}{x}", True),
+        ("d=rt", r"t=\frac{d}{r}", True),
+        ("d=rt", r"r=\frac{t}{d}", False),
     ],
     "lists": [
         ("1, 2", "2, 1", True),
@@ -396,6 +413,8 @@ BOXED = {
         (r"\emptyset", r"\text{no solution}", True),
         (r"\mathbb{R}", r"\text{all real numbers}", True),
         (r"\mathbb{R}", r"\text{all positive real numbers}", False),
+        (r"\{1\pm\sqrt{5},-2\}", r"-2, 1+\sqrt{5}, 1-\sqrt{5}", True),
+        (r"\{1\pm\sqrt{5},-2\}", r"-2, 1+\sqrt{5}", False),
     ],
     "tuples": [
         ("(1,2)", "(1, 2)", True),
@@ -464,6 +483,8 @@ BOXED = {
         ("(1,2)", r"\begin{pmatrix}1&2\end{pmatrix}", True),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", "(2, 1)", False),
         (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "(1,2,3,4)", False),
+        (r"\begin{pmatrix}\frac{1}{3}\\1\end{pmatrix}", r"\frac{1}{3}\begin{pmatrix}1\\3\end{pmatrix}", True),
+        (r"\begin{pmatrix}\frac{1}{3}\\1\end{pmatrix}", r"\frac{1}{2}\begin{pmatrix}1\\3\end{pmatrix}", False),
     ],
     "bases": [
         ("1011_2", "1011_{2}", True),
@@ -495,6 +516,8 @@ BOXED = {
         ("Paris", "Paris or London", False),
         ("Paris", "5", False),
         ("5", "Paris", False),
+        (r"\text{ellipse}", "an ellipse", True),
+        (r"\text{ellipse}", "an ellipse or a circle", False),
     ],
     "choices": [
         ("C", "C", True),

@@ -52,7 +52,7 @@ def same(gold: Any, answer: Any) -> bool:
     """Whether two readings mean the same.
 
     - ``x = 5`` equals ``5``, as the answer ``m + n = 5`` does; two equations are the same if one is a multiple of the
-      other, or by math-verify; ``f(x) = 2x`` equals ``f(t) = 2t`` and ``y = 2x``.
+      other, fractions multiplied out; ``f(x) = 2x`` equals ``f(t) = 2t`` and ``y = 2x``.
     - Lists without brackets and sets may come in any order, tuples not; a list equals a tuple in its order, and a tuple
       equals a column or a row.
     - An interval, a union and an inequality are the same if their points are.
@@ -130,15 +130,13 @@ def _same_equations(gold: Equation, answer: Equation) -> bool:
             return same(gold.rhs, Scalar(answer.rhs.expr.xreplace({t: x, x: t})))
         if (mine or theirs) and "y" in (str(getattr(side.lhs, "expr", "")) for side in (gold, answer)):
             return same(gold.rhs, answer.rhs)
-        return same(gold.rhs, answer.rhs) and (gold.lhs == answer.lhs or same(gold.lhs, answer.lhs))
+        of_the_same, value = gold.lhs == answer.lhs or same(gold.lhs, answer.lhs), same(gold.rhs, answer.rhs)
+        if of_the_same or value:
+            return of_the_same and value
     if not all(isinstance(side, Scalar) for side in sides):
         return same(gold.lhs, answer.lhs) and same(gold.rhs, answer.rhs)
-    one, other = gold.lhs.expr - gold.rhs.expr, answer.lhs.expr - answer.rhs.expr
-    if one.free_symbols != other.free_symbols:
-        return False
-    return _is_multiple(one, other) or verify(
-        sympy.Eq(gold.lhs.expr, gold.rhs.expr), sympy.Eq(answer.lhs.expr, answer.rhs.expr), timeout_seconds=None
-    )
+    one, other = (sympy.fraction(sympy.together(side.lhs.expr - side.rhs.expr))[0] for side in (gold, answer))
+    return one.free_symbols == other.free_symbols and _is_multiple(one, other)
 
 
 def _function(equation: Equation) -> tuple[str, str] | None:

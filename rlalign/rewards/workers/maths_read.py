@@ -98,7 +98,7 @@ def read(text: str) -> Any:
         return Region(sympy.Union(*(as_points(read(part)) for part in parts)))
     if len(parts := split(text, (r"\setminus", r"\backslash"))) > 1:
         return Region(sympy.Complement(*(as_points(read(part)) for part in parts)))
-    if r"\pm" in text:
+    if r"\pm" in text and not text.startswith(r"\{"):
         return Several("list", tuple(read(text.replace(r"\pm", sign)) for sign in "+-"))
     if len(parts := split(text, (r"\in ", r"\in\\"))) == 2:
         return read(parts[1])
@@ -118,8 +118,16 @@ def _listed(text: str, parts: list[str]) -> Any:
     if len(regions) == len(items) and len({item.variable for item in regions}) == 1:
         join = sympy.Union if len(split(text, _OR)) > 1 else sympy.Intersection
         return Region(join(*(item.points for item in regions)), regions[0].variable)
-    flat = [i for item in items for i in (item.items if isinstance(item, Several) and item.kind == "list" else [item])]
-    return Several("list", tuple(flat))
+    return Several("list", _flat(items))
+
+
+def _flat(items: list[Any]) -> tuple[Any, ...]:
+    r"""Items, with those of a list without brackets (``1 \pm 2``) in its place."""
+    return tuple(
+        part
+        for item in items
+        for part in (item.items if isinstance(item, Several) and item.kind == "list" else (item,))
+    )
 
 
 def _equation(parts: list[str]) -> Equation:
@@ -128,7 +136,7 @@ def _equation(parts: list[str]) -> Equation:
         left, right = right, left
     rhs = read(right)
     named = _NAME.fullmatch(left) or (_is_number(rhs) and _NAME_OF_NUMBER.fullmatch(left))
-    lhs = Scalar(sympy.Symbol(left.replace(" ", ""))) if named else read(left)
+    lhs = Scalar(sympy.Symbol(re.sub("[ {}]", "", left))) if named else read(left)
     items = lhs.items if isinstance(lhs, Several) and lhs.kind == "()" else (lhs,)  # (x, y) = (1, 2)
     names = _is_number(lhs) or all(isinstance(i, Scalar) and isinstance(i.expr, sympy.Symbol) for i in items)
     measures = _is_number(rhs) and isinstance(lhs, Scalar) and len(lhs.expr.free_symbols) > 1
@@ -168,7 +176,7 @@ def _bracketed(text: str) -> Any:
         if len(builder) == 2:
             return read(builder[1])
         parts = split(inner, _COMMA, tight=True)
-        return Several("set", tuple(read(part) for part in parts))
+        return Several("set", _flat([read(part) for part in parts]))
     parts = split(inner, _COMMA, tight=", " not in inner)
     if len(parts) == 1:
         return read(inner)
@@ -206,6 +214,8 @@ def _parse(text: str) -> Any:
         raise
     except Exception as error:  # the parser raises plain Exception, and whatever sympy raises
         raise Unreadable(text) from error
+    if isinstance(expr, sympy.MatrixExpr):
+        expr = expr.doit()
     if isinstance(expr, sympy.MatrixBase):
         return expr.applyfunc(_exact)
     if not isinstance(expr, sympy.Basic) or expr.has(sympy.zoo, sympy.nan):
