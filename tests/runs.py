@@ -46,6 +46,7 @@ def make_run(model: str, prompts: str, algorithm: Any = GRPO, trainer: dict | No
     }
     names = {*data, "val", "step_size", "minibatch_size", "num_passes", "val_samples", "correct", "sampler", "seed"}
     names |= {"val_batch_size", "num_held_out", "reward_weights", "val_limit", "val_sampling", "max_prompt_tokens"}
+    names |= {"reward_gates", "reward_ranges", "reward_normalization", "val_verifier", "curriculum"}
     data |= {k: options.pop(k) for k in list(options) if k in names}
     policy = PolicyConfig(model, **options.pop("policy", {}))
     module = algorithm(policy=policy, **({"optimizer": sgd, "kl_coef": 0.0} | options))

@@ -1,6 +1,7 @@
 """docs/metrics.md names what runs log: nothing more, nothing less."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,21 @@ from rlalign.algorithms.sft import SFT
 from rlalign.callbacks import AdaptiveKL, EntropySchedule, GradNormBand, KLBand, RewardMonitor, SampleTable
 from rlalign.data.demonstrations import DemonstrationDataModule
 from rlalign.models.policy import PolicyConfig
-from runs import make_run, make_trainer
+from rlalign.rollouts.curriculum import DifficultyPools, EasyToHard, GrowingLevels
+from runs import length_reward, make_run, make_trainer
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `((?:train|rollout|val|perf)/[^`]+)` \|(.*)\|$", re.MULTILINE)
+
+
+class CountingReward:
+    """A reward that counts something, as verifiers do."""
+
+    def __init__(self) -> None:
+        self.counts = Counter(COUNT=0)
+
+    def __call__(self, example: dict[str, Any], response: str) -> float:
+        return length_reward(example, response)
 
 
 class Names(DummyLogger):
@@ -40,7 +52,7 @@ def documented(reward: str, num_samples: int) -> list[str]:
 def logged(tiny_model: str, tmp_path: Path) -> set[str]:
     """What is logged by short runs of every algorithm, with every callback that adds to it."""
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(16)))
+    prompts.write_text("".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}", "level": 1}}\n' for i in range(16)))
     names = Names()
 
     def trainer(name: str, *callbacks: Any) -> dict[str, Any]:
@@ -53,15 +65,24 @@ def logged(tiny_model: str, tmp_path: Path) -> set[str]:
 
     guards = [KLBand(), GradNormBand(), RewardMonitor(), SampleTable()]
     settings = {"num_held_out": 4, "val_samples": 2, "step_size": 8}
+    composed = {"rewards": {"length": CountingReward(), "open": lambda example, response: 1.0}}
+    composed |= {"reward_gates": {"length": "open"}, "reward_ranges": {"length": (0, 1)}}
     for name, algorithm, callbacks, options in (
         ("grpo", GRPO, [AdaptiveKL(), EntropySchedule(), *guards], {"kl_coef": 0.04, "entropy_coef": 0.01}),
         ("anchored", GRPO, [AdaptiveKL()], {"kl_coef": 0.04, "kl_to": "old"}),
         ("dapo", DAPO, [], {"filter_by": "reward", "max_rounds": 2}),
+        ("pools", GRPO, [], {"curriculum": DifficultyPools(), "val_verifier": length_reward}),
+        ("easy_to_hard", GRPO, [], {"curriculum": EasyToHard("level", iterations=2)}),
+        ("levels", GRPO, [], {"curriculum": GrowingLevels()}),
+        ("composed", GRPO, [], composed),
     ):
         module, data, runner = make_run(
             tiny_model, str(prompts), algorithm, trainer(name, *callbacks), **settings, **options
         )
         runner.fit(module, data)
+    names.seen = {
+        name for name in names.seen if not name.startswith(("rollout/reward/open", "perf/reward_seconds/open"))
+    }
     seed_everything(0)
     demonstrations = DemonstrationDataModule(
         str(prompts), num_held_out=4, columns={"prompt": "prompt", "response": "answer"}, step_size=4
