@@ -38,8 +38,8 @@ class MathReward(NamedReward):
     a list.
 
     An answer over the time limit scores 0 and is counted. So is one that math-verify cannot parse, one whose parsing
-    takes all of a worker's memory, and one that is too long. A right answer that cannot be parsed, or not within the time limit, gives ``None``. An answer of which a
-    worker dies twice is :class:`rlalign.rewards.base.Unavailable`.
+    takes all of a worker's memory, and one that is too long. A right answer that cannot be parsed, or not within
+    the time limit, gives ``None``. An answer of which a worker dies twice is :class:`rlalign.rewards.base.Unavailable`.
 
     Attributes:
         counts: Responses so far with ``timeouts``, ``unparseable`` answers, answers ``too_long``, right answers

@@ -122,6 +122,10 @@ class _Server:
                 problem = json.loads(lines.readline() or '"It died."')
         except ConnectionError as error:
             problem = str(error)
+        except BaseException:  # an interrupt, say
+            self.process.kill()
+            self.stop()
+            raise
         if problem is not None:
             self.stop()
             raise RuntimeError(f"No worker can run {function}: {problem}")

@@ -247,6 +247,27 @@ def test_a_call_that_is_broken_off_does_not_meet_the_next(pool):
     assert one.run([7, 8]) == [[7], [8]]
 
 
+def test_an_interrupt_while_it_starts_leaves_no_process(pool, monkeypatch):
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            started.append(self)
+
+    def interrupted(text):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with monkeypatch.context() as patch:
+        patch.setattr("rlalign.rewards.pool.json.loads", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool().run([1])
+    (server,) = started
+    assert server.returncode is not None  # reaped
+    assert pool().run([1]) == [[1]]
+
+
 def test_a_function_that_cannot_be_had_is_named():
     with pytest.raises(RuntimeError, match=r"No worker can run math:nothing: (?s:.*)has no attribute 'nothing'"):
         WorkerPool("math:nothing", time_limit=1).run([1])
