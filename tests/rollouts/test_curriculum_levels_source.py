@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from toy_tokenizers import toy_tokenizer
 
-from rlalign.rewards import ReasoningGymScorer
+from rlalign.rewards import ReasoningGymScorer, Response, RewardSuite
 from rlalign.rollouts.curriculum import EasyToHard, GrowingLevels
 from rlalign.rollouts.prompts import load_prompts
 from rlalign.rollouts.sources import ReasoningGym, parse_source
@@ -30,7 +30,10 @@ def test_every_split_has_all_levels_in_turn(split, held_out, size):
     rows = SOURCE.rows(split, held_out)
     assert [row["level"] for row in rows] == [i % 3 for i in range(size)]
     assert [terms(row) for row in rows] == [(2, 3, 5)[i % 3] for i in range(size)]
-    assert all(ReasoningGymScorer()(row, row["answer"]) == 1.0 for row in rows)
+    assert (
+        RewardSuite({"right": ReasoningGymScorer()})(rows, [Response(row["answer"]) for row in rows]).correct
+        == [True] * size
+    )
     assert len({row["question"] for row in rows}) == size
 
 
