@@ -18,9 +18,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import rlalign.rewards
 from rlalign.algorithms.base import PolicyModule
+from rlalign.rollouts.curriculum import Curriculum
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHOW_TRACEBACK = "RLALIGN_TRACEBACK"
+_TRIED_FIRST = ("Problem with given", "Expected a dot import path string")
 _BOILERPLATE = (
     "Does not validate",
     "Subtypes:",
@@ -82,6 +84,9 @@ def explain(message: str, options: Iterable[str]) -> str:
     options = list(options)
     if missing := re.search(r"arguments are required: (.+)", message):
         names = missing.group(1).strip()
+        classes = re.findall(r"Problem with given class_path '(\S+)'", message[: missing.start()])
+        if len(classes) > 1:  # of something within the model or the data
+            return f"{_where(message)}: {classes[-1].rpartition('.')[2]} needs {names}."
         return f"missing: {names}. configs/base.yaml has them: --config configs/base.yaml --config configs/grpo.yaml."
     if match := re.search(r"unrecognized arguments: (\S+)", message):
         classes = re.findall(r"Problem with given class_path '(\S+)'", message)
@@ -92,13 +97,16 @@ def explain(message: str, options: Iterable[str]) -> str:
     if match := re.search(r"Subcommand '\S+' does not accept option '(\S+)'", message):
         return f"there is no option {match.group(1)}{_nearest_option('--' + match.group(1), options)}."
     where = _where(message)
+    if match := re.search(r"Group '(\S+)' does not accept option '(\S+)'", message):
+        classes = re.findall(r"Problem with given class_path '(\S+)'", message[: match.start()])
+        return _unknown_parameter(where, classes[-1] if classes else None, f"{match[1]}.{match[2].rstrip('.')}")
     if match := re.search(r"Option '(\S+)' is not accepted", message):
         classes = re.findall(r"Problem with given class_path '(\S+)'", message[: match.start()])
         return _unknown_parameter(where, classes[-1] if classes else None, match.group(1))
-    if match := re.search(r"Expected a dot import path string: (\S+)", message):
-        return f"{where}: there is no class {match.group(1)}{_did_you_mean(match.group(1), _short_names())}."
+    if (match := re.search(r"Expected a dot import path string: (\S+)", message)) and match[1] not in _short_names():
+        return f"{where}: there is no class {match[1]}{_did_you_mean(match[1], _short_names())}."
     lines = [line for line in message.splitlines() if line.strip(" -") and 'Parser key "' not in line]
-    told = [line for line in lines if not line.strip(" -").startswith((*_BOILERPLATE, "Problem with given"))]
+    told = [line for line in lines if not line.strip(" -").startswith((*_BOILERPLATE, *_TRIED_FIRST))]
     deepest = max(told or lines, key=lambda line: len(line) - len(line.lstrip(" -")))
     return f"{where}: {_plain(deepest)}" if where else _plain(deepest)
 
@@ -111,10 +119,14 @@ def _unknown_parameter(where: str, class_path: str | None, name: str) -> str:
     if class_path is None:
         return f"{where}: there is no option '{name}'."
     cls = pkgutil.resolve_name(class_path)
+    class_has_part = True
     for part in name.split(".")[:-1]:  # into a dataclass that is one of its parameters
+        class_has_part = part in _parameters(cls)
         kinds = [kind for kind in _parameters(cls).get(part, []) if isinstance(kind, type) and kind is not type(None)]
         cls = kinds[0] if kinds else cls
-    return f"{where}: {cls.__name__} has no option '{name}'{_did_you_mean(name.split('.')[-1], _parameters(cls))}."
+    known = _parameters(cls)
+    near = _did_you_mean(name.split(".")[-1], known) if class_has_part else _did_you_mean(name.split(".")[0], known)
+    return f"{where}: {cls.__name__} has no option '{name}'{near}."
 
 
 def _parameters(cls: type) -> dict[str, list[Any]]:
@@ -135,12 +147,12 @@ def _nearest_option(name: str, options: list[str]) -> str:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _short_names() -> set[str]:
-    found, left = set(rlalign.rewards.__all__), [PolicyModule, LightningDataModule, Callback]
+    found, left = set(rlalign.rewards.__all__), [PolicyModule, LightningDataModule, Callback, Curriculum]
     while left:
         cls = left.pop()
         found.add(cls.__name__)
@@ -150,4 +162,5 @@ def _short_names() -> set[str]:
 
 def _plain(line: str) -> str:
     text = re.sub(r"<class '(?:builtins\.)?([^']+)'>", r"\1", line.strip(" -"))
+    text = re.sub(r"a typing\.Literal\[([^\]]+)\]", r"one of \1", text)
     return text if text.endswith((".", "?")) else text + "."

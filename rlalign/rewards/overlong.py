@@ -33,4 +33,4 @@ class SoftOverlong(NamedReward):
         if not isinstance(response, Response):
             raise TypeError("SoftOverlong needs a Response, which knows its number of tokens, not a plain string.")
         over = response.num_tokens - (self.max_tokens - self.cache_tokens)
-        return -min(max(over / self.cache_tokens, 0.0), 1.0)
+        return 0.0 - min(max(over / self.cache_tokens, 0.0), 1.0)
