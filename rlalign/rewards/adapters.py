@@ -141,6 +141,18 @@ class VerlReward(NamedReward):
             values = _awaited([_attempt(_call, self.function, self._accepted, row | self.kwargs) for row in rows])
         return [_attempt(_score, value, self.function) for value in values]
 
+    def check_columns(self, column_names: Sequence[str]) -> None:
+        """Check that the data have a right answer.
+
+        Raises:
+            ValueError: If they have none.
+        """
+        if "reward_model" not in column_names and self.key not in column_names:
+            raise ValueError(
+                f"There is neither reward_model.ground_truth nor a column '{self.key}'; there are "
+                f"{', '.join(column_names)}."
+            )
+
     def _arguments(self, example: Mapping[str, Any], response: str) -> dict[str, Any]:
         return {
             "data_source": example.get("data_source", self.data_source),

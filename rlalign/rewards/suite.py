@@ -143,12 +143,20 @@ class RewardSuite:
         return [None if value is None or isinstance(value, Exception) else str(value) for value in found]
 
     def check_columns(self, column_names: Sequence[str]) -> None:
-        """Check that the data have the columns that the rewards say they read (attribute ``columns``).
+        """Check that the data have the columns that the rewards say they read.
+
+        They say so by the attribute ``columns``, and by a method ``check_columns(column_names)`` that raises where one
+        of several would do.
 
         Raises:
             ValueError: If one is missing; the message names it, the reward, and the columns that are there.
         """
         for name, reward in self.rewards.items():
+            if check := getattr(reward, "check_columns", None):
+                try:
+                    check(column_names)
+                except ValueError as error:
+                    raise ValueError(f"Reward '{name}': {error}") from error
             for column in getattr(reward, "columns", ()):
                 if column not in column_names:
                     raise ValueError(

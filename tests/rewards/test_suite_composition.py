@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rlalign.rewards import Response, RewardSuite, Unavailable
+from rlalign.rewards import CodeReward, Response, RewardSuite, Unavailable, VerlReward
 from rlalign.rewards.composition import Composition, standardized
 
 
@@ -317,3 +317,19 @@ def test_numbers_that_single_precision_cannot_square_are_no_scores(normalization
     assert suite.composition.totals(scores.components, 5)[:3] == [None] * 3
     heavy = RewardSuite({"size": lambda example, response: float(response)}, {"size": 5e17})(EXAMPLES, FIVE)
     assert heavy.total == [0, 5e17, 1e18, None, None], "nor are totals"
+
+
+def test_a_reward_that_reads_one_of_several_columns_says_at_the_start_that_none_is_there():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return 1.0
+
+    suite = RewardSuite({"v": VerlReward(compute_score), "c": CodeReward(workers=1)})
+    with pytest.raises(
+        ValueError, match=r"Reward 'v': There is neither reward_model\.ground_truth nor a column 'answer'"
+    ):
+        suite.check_columns(["prompt", "test"])
+    with pytest.raises(
+        ValueError, match=r"Reward 'c': There are no tests\. One of these is needed: .* there are prompt"
+    ):
+        suite.check_columns(["prompt", "answer"])
+    suite.check_columns(["prompt", "reward_model", "test_list"])

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _FENCE = re.compile(r"([ \t]*)(```+|~~~+)[ \t]*([\w+-]*)")
@@ -54,6 +54,7 @@ def _fences(text: str) -> tuple[list[tuple[str, str]], bool]:
     return fences, bool(mark)
 
 
+COLUMNS = ("test", "test_list", "tests", "input_output")
 LAYOUTS = "test and entry_point; test_list; tests and entry_point; inputs and outputs; input_output"
 
 
@@ -74,12 +75,24 @@ def read_tests(example: Mapping[str, Any], key: str | None) -> dict[str, Any]:
         if key not in example:
             raise ValueError(f"The example has no column '{key}'; it has {', '.join(example)}.")
         return _by_value(example[key], example, key)
-    for column in ("test", "test_list", "tests", "input_output"):
+    for column in COLUMNS:
         if example.get(column):
             return _by_value(example[column], example, column)
     if "inputs" in example and "outputs" in example:
         return _pairs(example, "inputs and outputs")
-    raise ValueError(f"The example has no tests. One of these is needed: {LAYOUTS}. It has {', '.join(example)}.")
+    check_layout(example)
+    raise ValueError(f"The tests of the example are empty: {', '.join(c for c in COLUMNS if c in example)}.")
+
+
+def check_layout(columns: Iterable[str]) -> None:
+    """Check that there is a column that may hold tests.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    columns = list(columns)
+    if not {*COLUMNS, "inputs"} & set(columns):
+        raise ValueError(f"There are no tests. One of these is needed: {LAYOUTS}; there are {', '.join(columns)}.")
 
 
 def _by_value(value: Any, example: Mapping[str, Any], column: str) -> dict[str, Any]:

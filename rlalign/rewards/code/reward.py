@@ -3,15 +3,15 @@
 import logging
 import math
 import os
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rlalign.rewards.base import NamedReward, Unavailable
-from rlalign.rewards.code.answers import extract_code, read_tests
-from rlalign.rewards.code.limits import MARK, START_SECONDS, Limits, Tier
+from rlalign.rewards.code.answers import check_layout, extract_code, read_tests
+from rlalign.rewards.code.folders import private_folder, remove_orphans
+from rlalign.rewards.code.limits import START_SECONDS, Limits, Tier
 from rlalign.rewards.code.worker import pack
 from rlalign.rewards.pool import Lost, WorkerPool
 
@@ -114,6 +114,15 @@ class CodeReward(NamedReward):
             scores[i] = self._score(result)
         return scores
 
+    def check_columns(self, column_names: Sequence[str]) -> None:
+        """Check that the data have tests.
+
+        Raises:
+            ValueError: If they have none in a known layout.
+        """
+        if self.key is None:
+            check_layout(column_names)
+
     def answer(self, response: str) -> str | None:
         """The code of a response, ``None`` if there is none."""
         return extract_code(response)
@@ -142,13 +151,12 @@ class CodeReward(NamedReward):
         if not jobs:
             return []
         try:
-            with self._lock, tempfile.TemporaryDirectory(prefix=f"{MARK}-", ignore_cleanup_errors=True) as folder:
+            with self._lock, private_folder() as folder:
                 return self._run_in(folder, jobs)
         except (RuntimeError, OSError) as error:  # no room for a folder, or no more processes
             return [{"unavailable": f"{type(error).__name__}: {error}"}] * len(jobs)
 
     def _run_in(self, folder: str, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        os.chmod(folder, 0o711)  # answers have folders of their own in it
         for i, job in enumerate(jobs):
             job.update(folder=folder, running=os.path.join(folder, f"running-{i}"), tier=self._tier)
         most_tests = max(len(job.get("tests", ())) for job in jobs)
@@ -176,8 +184,8 @@ class CodeReward(NamedReward):
         Raises:
             RuntimeError: If there is none.
         """
-        with tempfile.TemporaryDirectory(prefix=f"{MARK}-") as folder:
-            os.chmod(folder, 0o711)
+        remove_orphans()
+        with private_folder() as folder:
             found = self._pool.run([pack({"kind": "probe", "tiers": tiers, "folder": folder})])[0]
         if isinstance(found, Lost):
             raise RuntimeError(f"No sandbox could be tried: {found.reason} {found.detail}")

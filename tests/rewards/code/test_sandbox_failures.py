@@ -12,7 +12,7 @@ import pytest
 from sandbox_answers import CASES, PROBLEM, fenced, leftovers, processes
 
 from rlalign.rewards import Response, RewardSuite, Unavailable
-from rlalign.rewards.code import CodeReward, confine, probe
+from rlalign.rewards.code import CodeReward, confine, folders, probe
 from rlalign.rewards.code import reward as reward_module
 from rlalign.rewards.code.bubblewrap import find_bubblewrap
 from rlalign.rewards.code.limits import MARK, Tier
@@ -67,7 +67,7 @@ def test_a_machine_without_room_masks_the_samples(make_reward, monkeypatch):
     def fail(*arguments, **options):
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr(reward_module.tempfile, "mkdtemp", fail)
+    monkeypatch.setattr(folders.tempfile, "mkdtemp", fail)
     scores = full([PROBLEM] * 2, [RIGHT] * 2)
     assert all(isinstance(score, Unavailable) and "No usable temporary directory" in str(score) for score in scores)
     assert full.counts["sandbox_failures"] == 2

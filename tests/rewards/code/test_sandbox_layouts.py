@@ -150,7 +150,7 @@ def test_the_time_of_a_program_is_that_of_all_its_runs(hasty_reward):
     [
         (
             {"question": "?"},
-            "The example has no tests. One of these is needed: test and entry_point; .* It has question",
+            "There are no tests. One of these is needed: test and entry_point; .* there are question",
         ),
         ({"test": CHECK}, "the column 'entry_point' does not name it"),
         ({"tests": [{"input": [1], "output": 1}]}, "the column 'entry_point' does not name it"),
