@@ -242,7 +242,7 @@ def _bound(tree: ast.AST) -> set[str]:
 
 def _run(source: str, names: dict[str, Any]) -> None:
     with _no_exit():
-        exec(compile(source, "<test>", "exec", dont_inherit=True), names)
+        exec(compile(source, "<test>", "exec", dont_inherit=True, optimize=0), names)  # -O would drop assertions
 
 
 @contextlib.contextmanager

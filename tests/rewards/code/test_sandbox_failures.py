@@ -246,3 +246,17 @@ def test_the_unsafe_tier_only_when_asked_for():
     assert not leftovers(unsafe)
     assert replace(unsafe._tier, how="") == Tier(3, "")
     unsafe.close()
+
+
+def test_assertions_count_where_python_is_told_to_optimise():
+    code = """
+from rlalign.rewards.code import CodeReward
+reward = CodeReward(workers=1)
+check = {"prompt": "", "entry_point": "f", "test": "def check(candidate):\\n    assert candidate(1) == 2\\n"}
+right, wrong = "def f(x): return 2", "def f(x): return 3"
+print(reward([check, check, {"test_list": ["assert f(1) == 2"]}], [right, wrong, wrong]))
+reward.close()
+"""
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False,
+                          env=os.environ | {"PYTHONOPTIMIZE": "2"})  # fmt: skip
+    assert done.stdout.strip() == "[1.0, 0.0, 0.0]", done.stderr
