@@ -1,8 +1,11 @@
 """Rewards by regular expressions: of an answer, and of a format."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import regex
 
 from rlalign.rewards.base import NamedReward
 from rlalign.rewards.extract import gold_text
@@ -14,16 +17,27 @@ class RegexMatch(NamedReward):
     The last match counts, the first group of it if the pattern has one. An empty match is no answer.
 
     Args:
-        pattern: Searched in all of the response; ``.`` matches line breaks as well. ``#### (-?\d+)``, say.
+        pattern: Searched in all of the response; ``.`` matches line breaks as well. ``#### (-?\d+)``, say. In the
+            syntax of the package regex, which is that of ``re`` and more.
         key: Column of the right answer; ``None``: any match is right.
+        time_limit: Seconds for a search, since some patterns take for ever on some texts; after it there is no match.
+
+    Attributes:
+        counts: ``timeouts`` so far.
+
+    Raises:
+        ValueError: If the pattern is no regular expression, or the time limit not above 0.
     """
 
-    def __init__(self, pattern: str, key: str | None = "answer") -> None:
+    def __init__(self, pattern: str, key: str | None = "answer", time_limit: float = 1.0) -> None:
         try:
-            self.pattern = re.compile(pattern, re.DOTALL)
-        except re.error as error:
+            self.pattern = regex.compile(pattern, regex.DOTALL)
+        except regex.error as error:
             raise ValueError(f"'{pattern}' is not a regular expression: {error}.") from error
-        self.key = key
+        if not time_limit > 0:
+            raise ValueError(f"time_limit must be above 0 seconds, got {time_limit}.")
+        self.key, self.time_limit = key, time_limit
+        self.counts: Counter[str] = Counter()
         self.columns = () if key is None else (key,)
 
     def __call__(self, example: Mapping[str, Any], response: str) -> float | None:
@@ -36,7 +50,12 @@ class RegexMatch(NamedReward):
 
     def answer(self, response: str) -> str | None:
         """What the pattern finds, without surrounding space; ``None`` if nothing."""
-        matches = list(self.pattern.finditer(getattr(response, "prefill", "") + response))
+        text = getattr(response, "prefill", "") + str(response)
+        try:
+            matches = list(self.pattern.finditer(text, timeout=self.time_limit))
+        except TimeoutError:
+            self.counts["timeouts"] += 1
+            return None
         if not matches:
             return None
         return (matches[-1][1 if self.pattern.groups else 0] or "").strip() or None

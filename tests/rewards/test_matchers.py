@@ -192,3 +192,11 @@ def test_a_right_answer_that_is_a_number_is_written_as_people_do(gold, text):
 def test_not_a_number_is_no_right_answer():
     for reward in (ExactMatch(), NumericMatch(), RegexMatch("nan")):
         assert reward({"answer": float("nan")}, "nan") is None
+
+
+def test_a_pattern_that_takes_for_ever_on_a_text_finds_nothing_and_is_counted():
+    reward = RegexMatch(r"(a|aa)+$", key=None, time_limit=0.05)
+    assert [reward({}, "aaa"), reward({}, "a" * 60 + "b"), reward({}, "ba")] == [1.0, 0.0, 1.0]
+    assert reward.counts == {"timeouts": 1}
+    with pytest.raises(ValueError, match="time_limit must be above 0"):
+        RegexMatch("a", time_limit=0.0)
