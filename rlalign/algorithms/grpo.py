@@ -10,7 +10,12 @@ from torch import Tensor
 from rlalign.algorithms.base import RolloutModule
 from rlalign.functional.advantages import group_advantages
 from rlalign.functional.divergences import kl_k1, kl_k2, kl_k3
-from rlalign.functional.policy_losses import clip_fractions, clipped_surrogate, truncated_importance_weights
+from rlalign.functional.policy_losses import (
+    Level,
+    clip_fractions,
+    clipped_surrogate,
+    truncated_importance_weights,
+)
 from rlalign.functional.reductions import Reduction, masked_mean, reduce_loss
 from rlalign.rollouts.batch import RolloutBatch
 
@@ -35,6 +40,11 @@ class GRPO(RolloutModule):
         reduction: See :class:`RolloutModule`.
         kwargs: See :class:`RolloutModule`.
     """
+
+    kl_in_loss = True
+    """Whether ``kl_coef`` weighs a term of the loss; else it is the subclass that uses it."""
+    ratio_level: Level = "token"
+    """Whether each token has its importance ratio, or the response has one."""
 
     def __init__(
         self,
@@ -90,6 +100,14 @@ class GRPO(RolloutModule):
         )
         return advantages.unsqueeze(1)
 
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of each token, and where the lower and the upper clip hold, each ``[B, T]``."""
+        ranges = (self.clip_low, self.clip_high, self.dual_clip, self.ratio_level)
+        loss = clipped_surrogate(logprobs, old_logprobs, advantages, mask, *ranges)
+        return loss, *clip_fractions(logprobs, old_logprobs, advantages, mask, *ranges)
+
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """The loss of one minibatch."""
         assert batch.advantages is not None
@@ -98,18 +116,16 @@ class GRPO(RolloutModule):
         logprobs, entropy = self.score(batch)
         # Where an iteration is a single step the current policy is the one that sampled: a ratio of 1, with a gradient.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        ranges = (self.clip_low, self.clip_high, self.dual_clip)
-        loss = clipped_surrogate(logprobs, old, batch.advantages, mask, *ranges)
+        loss, low, high = self.surrogate(logprobs, old, batch.advantages, mask)
         if self.importance_cap is not None and batch.sampler_logprobs is not None:
             loss = loss * truncated_importance_weights(old, batch.sampler_logprobs, mask, self.importance_cap)
-        low, high = clip_fractions(logprobs.detach(), old, batch.advantages, mask, *ranges)
         metrics = {"policy_loss": loss, "entropy": entropy, "clip_low": low.float(), "clip_high": high.float()}
         metrics["kl_old"] = kl_k3(old, logprobs.detach())
         anchor = batch.ref_logprobs if self.kl_to == "reference" else old
         if anchor is not None:
             kl = self.kl_estimator(logprobs, anchor)
             metrics["kl_ref" if self.kl_to == "reference" else "kl_anchor"] = kl
-            if self.kl_coef:
+            if self.kl_coef and self.kl_in_loss:
                 loss = loss + self.kl_coef * kl
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy
