@@ -1,1 +1,11 @@
 """The methods, one file each."""
+
+from rlalign.algorithms.cispo import CISPO
+from rlalign.algorithms.dapo import DAPO
+from rlalign.algorithms.dr_grpo import DrGRPO
+from rlalign.algorithms.grpo import GRPO
+from rlalign.algorithms.gspo import GSPO
+from rlalign.algorithms.rloo import RLOO
+from rlalign.algorithms.sft import SFT
+
+__all__ = ["CISPO", "DAPO", "GRPO", "GSPO", "RLOO", "SFT", "DrGRPO"]

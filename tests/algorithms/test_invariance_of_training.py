@@ -8,8 +8,12 @@ import torch
 
 import rlalign.rollouts.datamodule as datamodule_file
 from distributed import run_distributed
+from rlalign.algorithms.cispo import CISPO
 from rlalign.algorithms.dapo import DAPO
+from rlalign.algorithms.dr_grpo import DrGRPO
 from rlalign.algorithms.grpo import GRPO
+from rlalign.algorithms.gspo import GSPO
+from rlalign.algorithms.rloo import RLOO
 from rlalign.models.policy import Policy, PolicyConfig
 from rlalign.rollouts.batch import RolloutBatch, collate
 from rlalign.rollouts.datamodule import RolloutDataModule
@@ -22,6 +26,12 @@ LOSSES = {
     "k2_to_old_and_importance": {"kl_coef": 0.3, "kl_estimator": "k2", "kl_to": "old", "importance_cap": 1.2},
     "overlong_filter_and_rloo": {"overlong_filter": True, "baseline": "leave_one_out", "scale_rewards": "none"},
 }
+METHODS = {
+    "rloo": {"cls": RLOO, "loss": {"kl_coef": 0.5}, "iterations": 2},  # in the first one the KL is 0
+    "dr_grpo": {"cls": DrGRPO, "loss": {}},
+    "gspo": {"cls": GSPO, "loss": {"clip_low": 0.03, "clip_high": 0.04}},
+    "cispo": {"cls": CISPO, "loss": {"ratio_cap": 1.05}},
+}
 
 
 def length_reward(example: dict, response: str) -> float:
@@ -29,8 +39,18 @@ def length_reward(example: dict, response: str) -> float:
     return len(response) % 5 / 2
 
 
-def fit(model: str, prompts: str, loss: dict, minibatch: int, accumulate: int, devices: int = 1, cls=GRPO, **data):
-    """Weights after one iteration of two optimizer steps, in float64."""
+def fit(
+    model: str,
+    prompts: str,
+    loss: dict,
+    minibatch: int,
+    accumulate: int,
+    devices: int = 1,
+    cls=GRPO,
+    iterations: int = 1,
+    **data,
+):
+    """Weights after iterations of two optimizer steps, in float64."""
     lightning.seed_everything(3)
     module = cls(policy=PolicyConfig(model), optimizer=lambda p: torch.optim.SGD(p, lr=0.05), **loss)
     settings = {"prompts_per_iteration": 4, "group_size": 4, "step_size": 8, "num_passes": 1, **data}
@@ -42,7 +62,7 @@ def fit(model: str, prompts: str, loss: dict, minibatch: int, accumulate: int, d
         **settings,
     )
     trainer = lightning.Trainer(
-        max_epochs=1,
+        max_epochs=iterations,
         accumulate_grad_batches=accumulate,
         accelerator="cpu",
         devices=devices,
@@ -54,7 +74,7 @@ def fit(model: str, prompts: str, loss: dict, minibatch: int, accumulate: int, d
         enable_model_summary=False,
     )
     trainer.fit(module, source)
-    assert trainer.global_step == 2 * settings["num_passes"]
+    assert trainer.global_step == 2 * settings["num_passes"] * iterations
     rows = [(r.prompt_index, r.sample_index, r.token_ids.tolist()) for r in source.last_rollouts]
     weights = torch.cat([p.detach().flatten() for p in module.policy.lm.parameters()])
     return weights, rows, dict(trainer.callback_metrics)
@@ -74,12 +94,21 @@ def differences(rank: int, model: str, prompts: str, runs: list[dict], expected:
 def test_minibatches_and_padding_change_no_weight_kf1_kf2_kf5_kf85(
     tiny_model, prompts_file, loss, reduction, monkeypatch
 ):
-    settings = {**LOSSES[loss], "reduction": reduction}
-    want, rows, metrics = fit(tiny_model, prompts_file, settings, 8, 1)
-    start = torch.cat([p.flatten() for p in Policy(PolicyConfig(tiny_model)).parameters()])
+    check_cuts_and_padding(monkeypatch, tiny_model, prompts_file, loss={**LOSSES[loss], "reduction": reduction})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_minibatches_and_padding_change_no_method_kf1_kf2_kf5_kf85(tiny_model, prompts_file, method, monkeypatch):
+    check_cuts_and_padding(monkeypatch, tiny_model, prompts_file, **METHODS[method])
+
+
+def check_cuts_and_padding(monkeypatch, *run, **options) -> None:
+    """A run is the same in minibatches of any size, and with columns of padding."""
+    want, rows, metrics = fit(*run, minibatch=8, accumulate=1, **options)
+    start = torch.cat([p.flatten() for p in Policy(PolicyConfig(run[0])).parameters()])
     assert (want - start).abs().max() > 1e-3, "the run must move the weights"
     for minibatch, accumulate in [(4, 2), (2, 4), (1, 8)]:
-        got, got_rows, got_metrics = fit(tiny_model, prompts_file, settings, minibatch, accumulate)
+        got, got_rows, got_metrics = fit(*run, minibatch=minibatch, accumulate=accumulate, **options)
         assert got_rows == rows
         torch.testing.assert_close(got, want, atol=1e-10, rtol=0)
         for name in metrics:
@@ -98,7 +127,7 @@ def test_minibatches_and_padding_change_no_weight_kf1_kf2_kf5_kf85(
 
     monkeypatch.setattr(datamodule_file, "collate", padded)
     monkeypatch.setattr(RolloutBatch, "trimmed", lambda self: self)
-    got, got_rows, _ = fit(tiny_model, prompts_file, settings, 4, 2)
+    got, got_rows, _ = fit(*run, minibatch=4, accumulate=2, **options)
     assert got_rows == rows
     torch.testing.assert_close(got, want, atol=1e-10, rtol=0)
 
@@ -111,6 +140,9 @@ def test_ranks_change_no_weight_and_no_rollout_kf54_kf85(tiny_model, prompts_fil
             minibatch, accumulate = [(4, 1), (2, 2), (1, 4)][number]
             runs.append({**settings, "minibatch": minibatch, "accumulate": accumulate})
             expected.append(fit(tiny_model, prompts_file, minibatch=8, accumulate=1, **settings)[:2])
+    for method in METHODS.values():
+        runs.append({**method, "minibatch": 2, "accumulate": 2})
+        expected.append(fit(tiny_model, prompts_file, minibatch=8, accumulate=1, **method)[:2])
     for of_rank in run_distributed(differences, tiny_model, prompts_file, runs, expected):
         assert max(of_rank) < 1e-10
 
