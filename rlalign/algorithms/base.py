@@ -66,6 +66,11 @@ class PolicyModule(LightningModule, ABC):
         self.needs_reference = False
         self._skip_update = False
 
+    @property
+    def data(self) -> Any:
+        """The data module of the trainer."""
+        return self.trainer.datamodule  # type: ignore[attr-defined]
+
     def configure_model(self) -> None:
         """Build the policy, once: every entry point of the trainer calls this again.
 
@@ -161,7 +166,7 @@ class PolicyModule(LightningModule, ABC):
         """Where dropout is asked for, make it a function of seed, iteration, minibatch and rank."""
         assert self.policy is not None
         if self.policy.has_dropout:
-            seed = getattr(self.trainer.datamodule, "seed", 0) or 0  # type: ignore[attr-defined]
+            seed = getattr(self.data, "seed", 0) or 0
             torch.manual_seed(fold_in(seed, self.current_epoch, batch_idx, data_parallel(self.trainer)[0]))
 
     def log_mean(self, values: dict[str, Tensor], weight: int) -> None:
@@ -272,7 +277,7 @@ class RolloutModule(PolicyModule, ABC):
         normalizer = batch.step_tokens if self.reduction == "token" else batch.step_sequences
         max_tokens = None
         if self.reduction == "constant":
-            max_tokens = self.trainer.datamodule.sampling.max_new_tokens  # type: ignore[attr-defined]
+            max_tokens = self.data.sampling.max_new_tokens
         return self.step_scale() * reduce_loss(token_loss, batch.loss_mask, self.reduction, normalizer, max_tokens)
 
     def on_train_batch_end(self, outputs: Any, batch: RolloutBatch, batch_idx: int) -> None:
@@ -312,13 +317,13 @@ class RolloutModule(PolicyModule, ABC):
 
     def on_validation_start(self) -> None:
         """Fresh counts."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = self.data
         compared = None if data.verifier is None else data.rewards.correct
         self.val_metrics = validation_metrics(data.val_samples, data.rewards.answers, compared).to(self.device)
 
     def validation_step(self, indices: list[int], batch_idx: int) -> None:
         """Sample responses to held-out prompts and count the right ones."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = self.data
         rollouts = data.verify(data.sample_held_out(indices))
         for start in range(0, len(rollouts), data.val_samples):
             self.val_metrics.update(rollouts[start : start + data.val_samples])
@@ -329,7 +334,7 @@ class RolloutModule(PolicyModule, ABC):
         Raises:
             RuntimeError: If more of the responses could not be judged than ``data.max_unavailable_share`` allows.
         """
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = self.data
         figures = self.val_metrics.compute()
         share, allowed = float(figures["unavailable_share"]), data.max_unavailable_share
         lost = f"{share:.1%} of the held-out responses could not be judged because what judges was unavailable"
@@ -351,4 +356,4 @@ class RolloutModule(PolicyModule, ABC):
 
     def predict_step(self, indices: list[int], batch_idx: int) -> list[Any]:
         """Responses to held-out prompts."""
-        return list(self.trainer.datamodule.sample_held_out(indices))  # type: ignore[attr-defined]
+        return list(self.data.sample_held_out(indices))

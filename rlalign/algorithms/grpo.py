@@ -85,7 +85,7 @@ class GRPO(RolloutModule):
         Raises:
             ValueError: If a group has one response, which has nothing to be compared with.
         """
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = self.data
         if data.group_size < 2:
             raise ValueError("data.group_size=1 gives every response the advantage 0: it must be at least 2.")
         if self.kl_coef and self.kl_to == "old" and data.plan.num_steps == 1:

@@ -52,7 +52,7 @@ class RLOO(GRPO):
         old = rollouts.sampler_logprobs if rollouts.old_logprobs is None else rollouts.old_logprobs
         assert old is not None
         kl = masked_sum(old - rollouts.ref_logprobs, rollouts.response_mask, dim=1)
-        group_size = self.trainer.datamodule.group_size  # type: ignore[attr-defined]
+        group_size = self.data.group_size
         return self.prepare(replace(rollouts, rewards=rollouts.rewards - self.kl_coef * kl), group_size)
 
     def reduce(self, token_loss: Tensor, batch: RolloutBatch) -> Tensor:

@@ -1,7 +1,7 @@
 """Rewards: callables of an example and a response. Any function of your own works as well."""
 
 from rlalign.rewards.adapters import TRLReward, VerlReward
-from rlalign.rewards.base import NamedReward, Response, Reward, Unavailable
+from rlalign.rewards.base import BatchedReward, NamedReward, Response, Reward, Unavailable
 from rlalign.rewards.choice import MultipleChoice
 from rlalign.rewards.code import CodeReward
 from rlalign.rewards.json_schema import JsonSchemaReward
@@ -18,6 +18,7 @@ from rlalign.rewards.suite import RewardSuite, Scores
 from rlalign.rewards.tasks import ReasoningGymScorer
 
 __all__ = [
+    "BatchedReward",
     "CodeReward",
     "CosineLength",
     "ExactMatch",

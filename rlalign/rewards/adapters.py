@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rlalign.rewards.base import NamedReward
+from rlalign.rewards.base import BatchedReward
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _TRL_HIDES = ("prompt", "completion", *_TRL_GIVES, "trainer_state", "environment
 _VERL_GIVES = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-class TRLReward(NamedReward):
+class TRLReward(BatchedReward):
     """A reward function written for TRL's trainers: ``f(prompts, completions, **columns) -> list[float | None]``.
 
     It gets lists, an entry a response: ``prompts``, ``completions`` (for a prompt of messages, a list with the one
@@ -39,8 +39,6 @@ class TRLReward(NamedReward):
         ValueError: If it has no such function, or one that needs TRL's trainer (``trainer_state``, ``environments``).
     """
 
-    batched = True
-
     def __init__(self, function: str | Callable[..., Any], kwargs: dict[str, Any] | None = None) -> None:
         self.function, self.kwargs = load_function(function), dict(kwargs or {})
         self._accepted, required = _parameters(self.function)
@@ -52,9 +50,7 @@ class TRLReward(NamedReward):
                 )
         self.columns = ("prompt", *(name for name in required if name not in (*_TRL_HIDES, *self.kwargs)))
 
-    def __call__(  # type: ignore[override]
-        self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]
-    ) -> list[float | None]:
+    def __call__(self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]) -> list[float | None]:
         """Score responses, ``responses[i]`` being one to ``examples[i]``.
 
         Raises:
@@ -78,7 +74,7 @@ class TRLReward(NamedReward):
         return list(scores)
 
 
-class VerlReward(NamedReward):
+class VerlReward(BatchedReward):
     """A reward function written for verl: ``f(data_source, solution_str, ground_truth, extra_info)``.
 
     It returns a number or a dictionary with a ``score``, or raises: that sample is lost. One for batches
@@ -97,8 +93,6 @@ class VerlReward(NamedReward):
         ImportError: If there is no such module or file, or it cannot be imported.
         ValueError: If it has no such function, or one with other arguments.
     """
-
-    batched = True
 
     def __init__(
         self,
@@ -123,7 +117,7 @@ class VerlReward(NamedReward):
                 f"({', '.join(_VERL_GIVES)}): give it in kwargs."
             )
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]
     ) -> list[float | Exception | None]:
         """Score responses, ``responses[i]`` being one to ``examples[i]``; an exception stands for what it lost.

@@ -1,7 +1,7 @@
 """What a reward is: any callable of an example and a response."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -57,6 +57,8 @@ class Reward(Protocol):
     - ``columns``, a tuple: the columns that it reads, checked when the data are loaded.
     - ``counts``, a ``Counter``: running totals of what is worth knowing (time-outs, say); the increase of an iteration
       is logged as ``rollout/reward/NAME_COUNT``.
+    - ``check_columns(column_names)``, a method that raises ``ValueError`` where any of several columns would do and
+      none is there.
     - ``answer(response)``, a method: what a response answers, ``None`` if nothing; for the votes of a majority.
     """
 
@@ -68,5 +70,17 @@ class NamedReward(ABC):
     """Base of the rewards that a configuration may name without their path; any other callable is as good a reward."""
 
     @abstractmethod
-    def __call__(self, example: dict[str, Any], response: str) -> float | None:
-        """Score one response."""
+    def __call__(self, example: Any, response: Any) -> Any:
+        """Score one response, or lists of them (:class:`BatchedReward`)."""
+
+
+class BatchedReward(NamedReward):
+    """A :class:`NamedReward` that takes lists, to score them together: in parallel, or in one pass of a model."""
+
+    batched = True
+
+    @abstractmethod
+    def __call__(
+        self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]
+    ) -> Sequence[float | Exception | None]:
+        """Score responses, ``responses[i]`` being one to ``examples[i]``; an exception stands for what it lost."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
-from rlalign.rewards.base import NamedReward, Unavailable
+from rlalign.rewards.base import BatchedReward, Unavailable
 from rlalign.rewards.extract import final_answer
 from rlalign.rewards.judge_cache import ReplyCache
 from rlalign.rewards.judge_text import PATTERNS, SYSTEM, TEMPLATES, as_text, columns_of, compile_pattern
@@ -28,7 +28,7 @@ Ask = tuple[str, list[dict[str, str]]]
 """Key of a request in the cache, and its messages."""
 
 
-class Judge(NamedReward):
+class Judge(BatchedReward):
     """What a language model behind a server says of a response, in [0, 1].
 
     ``scalar``: the number that ``pattern`` finds in the reply, from ``scale`` to [0, 1]. ``pairwise``: whether the
@@ -73,8 +73,6 @@ class Judge(NamedReward):
         ImportError: If the package openai is not installed.
         ValueError: If an argument is out of range, or the environment has no key.
     """
-
-    batched = True
 
     def __init__(
         self,
@@ -127,7 +125,7 @@ class Judge(NamedReward):
         self._lock = threading.Lock()
         self._warned = False
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]
     ) -> list[float | Exception | None]:
         """Score responses, ``responses[i]`` being one to ``examples[i]``.

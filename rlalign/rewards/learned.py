@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlalign.rewards.base import NamedReward
+from rlalign.rewards.base import BatchedReward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ _SENTINEL = "\u2603response\u2603"
 _NEVER = -1  # an id that no token has
 
 
-class LearnedReward(NamedReward):
+class LearnedReward(BatchedReward):
     """What a reward model says of the prompt with the response: its one score, or the logit of one of its labels.
 
     Prompt and response are rendered by :func:`render`, with the chat template of the model's own tokenizer. The data's
@@ -47,7 +47,6 @@ class LearnedReward(NamedReward):
         ValueError: If an argument is out of range, the model has no head that was trained, or the label is unknown.
     """
 
-    batched = True
     columns = ("prompt",)
 
     def __init__(
@@ -81,9 +80,7 @@ class LearnedReward(NamedReward):
         self._lock = threading.Lock()
         self._ready = False
 
-    def __call__(  # type: ignore[override]
-        self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]
-    ) -> list[float | None]:
+    def __call__(self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]) -> list[float | None]:
         """Score responses, ``responses[i]`` being one to ``examples[i]``.
 
         Raises:

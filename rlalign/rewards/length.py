@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlalign.rewards.base import NamedReward, Response
+from rlalign.rewards.base import BatchedReward, NamedReward, Response
 
 
-class CosineLength(NamedReward):
+class CosineLength(BatchedReward):
     r"""Rescales another reward by length: short right responses are worth most, short wrong ones cost most.
 
     .. math:: R = \begin{cases} \mathrm{cos}(n; r^c_0, r^c_L) & \text{right} \\
@@ -32,8 +32,6 @@ class CosineLength(NamedReward):
         counts: Those of the other reward.
     """
 
-    batched = True
-
     def __init__(
         self,
         reward: NamedReward | Callable[..., Any],
@@ -56,8 +54,8 @@ class CosineLength(NamedReward):
         counts: Any = getattr(reward, "counts", None)
         self.counts: Counter[str] = Counter() if counts is None else counts
 
-    def __call__(  # type: ignore[override]
-        self, examples: Sequence[dict[str, Any]], responses: Sequence[str]
+    def __call__(
+        self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]
     ) -> list[float | Exception | None]:
         """Score responses, ``responses[i]`` being one to ``examples[i]``.
 
@@ -75,6 +73,11 @@ class CosineLength(NamedReward):
             value if value is None or isinstance(value, Exception) else self._scale(float(value), length)
             for value, length in zip(values, lengths, strict=True)
         ]
+
+    def check_columns(self, column_names: Sequence[str]) -> None:
+        """As the other reward does."""
+        if check := getattr(self.reward, "check_columns", None):
+            check(column_names)
 
     def _scale(self, value: float, length: int) -> float:
         if not math.isfinite(value):

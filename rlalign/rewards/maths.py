@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlalign.rewards.base import NamedReward, Unavailable
+from rlalign.rewards.base import BatchedReward, Unavailable
 from rlalign.rewards.extract import SOURCES, boxed, gold_text, stated_answer
 from rlalign.rewards.maths_quantity import Quantity, quantity, same_quantity
 from rlalign.rewards.maths_text import choice, normalise, words
@@ -26,7 +26,7 @@ Pair = tuple[str, str | None]  # the right answer and the one given, if any
 Verdict = str | Unavailable  # equal, different, unparseable, unparseable_gold, timeout, error
 
 
-class MathReward(NamedReward):
+class MathReward(BatchedReward):
     r"""1 if the answer of a response equals the right one as mathematics, else 0.
 
     What a response answers is looked for as :func:`rlalign.rewards.extract.stated_answer` says; the right answer is
@@ -59,8 +59,6 @@ class MathReward(NamedReward):
         ValueError: If a number is not positive or ``extract`` has an unknown name.
     """
 
-    batched = True
-
     def __init__(
         self,
         key: str = "answer",
@@ -87,7 +85,7 @@ class MathReward(NamedReward):
         self._cache: OrderedDict[Pair, Verdict] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]
     ) -> list[float | Exception | None]:
         """Score responses, ``responses[i]`` being one to ``examples[i]``."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlalign.rewards.base import NamedReward
+from rlalign.rewards.base import BatchedReward
 from rlalign.rewards.extract import final_answer
 from rlalign.rewards.pool import Lost, WorkerPool
 
@@ -41,7 +41,7 @@ def create_task(name: str, config: Mapping[str, Any]) -> Any:
         raise ValueError(f"reasoning-gym's task '{name}' refuses {dict(config)}: {error}.") from error
 
 
-class ReasoningGymScorer(NamedReward):
+class ReasoningGymScorer(BatchedReward):
     """The score of a reasoning-gym task's own ``score_answer`` for the answer of a response.
 
     The answer is the whole response without its thinking, or its last ``<answer>`` block. The task is the one that the
@@ -63,7 +63,6 @@ class ReasoningGymScorer(NamedReward):
         ImportError: If reasoning-gym is not installed.
     """
 
-    batched = True
     columns = ("answer", "metadata")
 
     def __init__(self, partial_credit: bool = False, time_limit: float = 5.0, workers: int | None = None) -> None:
@@ -73,9 +72,7 @@ class ReasoningGymScorer(NamedReward):
         self.counts: Counter[str] = Counter()
         self._pool = WorkerPool("rlalign.rewards.workers.reasoning_gym_scores:score", time_limit, workers)
 
-    def __call__(  # type: ignore[override]
-        self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]
-    ) -> list[float | None]:
+    def __call__(self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]) -> list[float | None]:
         """Score responses, ``responses[i]`` being one to ``examples[i]``, in [0, 1].
 
         Raises:

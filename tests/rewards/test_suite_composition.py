@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rlalign.rewards import CodeReward, Response, RewardSuite, Unavailable, VerlReward
+from rlalign.rewards import CodeReward, CosineLength, Response, RewardSuite, Unavailable, VerlReward
 from rlalign.rewards.composition import Composition, standardized
 
 
@@ -333,3 +333,6 @@ def test_a_reward_that_reads_one_of_several_columns_says_at_the_start_that_none_
     ):
         suite.check_columns(["prompt", "answer"])
     suite.check_columns(["prompt", "reward_model", "test_list"])
+    wrapped = RewardSuite({"l": CosineLength(VerlReward(compute_score), max_tokens=8)})
+    with pytest.raises(ValueError, match=r"Reward 'l': There is neither reward_model\.ground_truth"):
+        wrapped.check_columns(["prompt"])

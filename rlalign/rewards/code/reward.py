@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from rlalign.rewards.base import NamedReward, Unavailable
+from rlalign.rewards.base import BatchedReward, Unavailable
 from rlalign.rewards.code.answers import check_layout, extract_code, read_tests
 from rlalign.rewards.code.folders import private_folder, remove_orphans
 from rlalign.rewards.code.limits import START_SECONDS, Limits, Tier
@@ -22,7 +22,7 @@ _START_OF_ONE = 0.25  # seconds that the start of one more sandbox may take, whe
 _WORKER_MIB = 8192  # of a worker, in which tests compute with what answers return
 
 
-class CodeReward(NamedReward):
+class CodeReward(BatchedReward):
     """The code of a response, run in a sandbox against the tests of the example.
 
     The tests stay outside: the functions of the answer are called from there, and what they return, or what a program
@@ -49,8 +49,6 @@ class CodeReward(NamedReward):
         ValueError: If a number is out of bounds.
         RuntimeError: If the tier does not work here; the message says why.
     """
-
-    batched = True
 
     def __init__(
         self,
@@ -90,7 +88,7 @@ class CodeReward(NamedReward):
         """The tier that answers run in: 1 (namespaces), 2 (landlock and seccomp) or 3 (limits only)."""
         return self._tier.number
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, examples: Sequence[Mapping[str, Any]], responses: Sequence[str]
     ) -> list[float | Exception | None]:
         """Score responses, in parallel.
