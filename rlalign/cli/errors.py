@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import rlalign.rewards
-from rlalign.algorithms.base import PolicyModule
+from rlalign.algorithms.module import TrainedModule
 from rlalign.rollouts.curriculum import Curriculum
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -152,7 +152,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _short_names() -> set[str]:
-    found, left = set(rlalign.rewards.__all__), [PolicyModule, LightningDataModule, Callback, Curriculum]
+    found, left = set(rlalign.rewards.__all__), [TrainedModule, LightningDataModule, Callback, Curriculum]
     while left:
         cls = left.pop()
         found.add(cls.__name__)

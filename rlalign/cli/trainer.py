@@ -15,7 +15,7 @@ from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 import rlalign.cli.classes  # noqa: F401  lets configs name classes without their path
-from rlalign.algorithms.base import PolicyModule
+from rlalign.algorithms.module import TrainedModule
 from rlalign.callbacks.checkpoint import IterationCheckpoint
 from rlalign.callbacks.progress import IterationProgress
 from rlalign.callbacks.whole_iterations import refuse_partial_iterations
@@ -95,7 +95,7 @@ class TrainerCLI(LightningCLI):
     def _run(self, args: Sequence[str], options: dict[str, Any]) -> None:
         """Parse, build, and run the command: LightningCLI does all of it when it is made."""
         super().__init__(
-            PolicyModule,
+            TrainedModule,
             LightningDataModule,
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False},
