@@ -175,3 +175,75 @@ def place_at_last_token(scores: Tensor, mask: Tensor) -> Tensor:
     tokens_from_here = mask.flip(1).cumsum(1).flip(1)
     is_last = mask & (tokens_from_here == 1)
     return torch.where(is_last, scores.unsqueeze(1), scores.new_zeros(()))
+
+
+def token_rewards(
+    scores: Tensor, mask: Tensor, logprobs: Tensor, ref_logprobs: Tensor | None = None, kl_coef: float = 0.0
+) -> Tensor:
+    r"""Rewards of single tokens: the score of the response at its last one, and a charge for leaving the reference.
+
+    .. math:: r_t = R \cdot [t = |y|] - \beta \log\frac{\pi_{old}(y_t)}{\pi_{ref}(y_t)}
+
+    Sources: Ziegler et al. 2019, eq. 2 (https://arxiv.org/abs/1909.08593); Ouyang et al. 2022, eq. 2
+    (https://arxiv.org/abs/2203.02155).
+
+    Args:
+        scores: One score per response, ``[B]``.
+        mask: True where a token belongs to the response, ``[B, T]``.
+        logprobs: Log-probabilities (nats) under the policy that sampled, ``[B, T]``.
+        ref_logprobs: The same under the reference, ``[B, T]``; needed where ``kl_coef`` is not 0.
+        kl_coef: The charge :math:`\beta`, a reward a nat.
+
+    Returns:
+        Rewards, ``[B, T]``, zero outside the mask, without gradient.
+
+    Raises:
+        ValueError: If shapes disagree or the reference is missing.
+    """
+    rewards = place_at_last_token(scores.detach(), mask)
+    if not kl_coef:
+        return rewards
+    if ref_logprobs is None or not logprobs.shape == ref_logprobs.shape == mask.shape:
+        shapes = f"{list(logprobs.shape)}, {None if ref_logprobs is None else list(ref_logprobs.shape)}"
+        raise ValueError(
+            f"Expected log-probabilities of shape {list(mask.shape)} of policy and reference, got {shapes}."
+        )
+    return rewards - (kl_coef * (logprobs - ref_logprobs)).detach().masked_fill(~mask.bool(), 0)
+
+
+def whiten(values: Tensor, mask: Tensor, shift: bool = True, eps: float = 1e-8) -> Tensor:
+    r"""Values with variance one over the whole mask, and mean zero.
+
+    .. math:: \hat v = \frac{v - \mu}{\sqrt{\sigma^2 + \epsilon}}
+
+    with the variance of the population, divided by n. Give it the whole iteration: over a minibatch it would depend on
+    how a step is cut.
+
+    Sources: Ziegler et al. 2019, section 2.1, and Huang et al. 2024, "The N+ implementation details of RLHF with PPO"
+    (https://arxiv.org/abs/2403.17031).
+
+    Args:
+        values: Of any shape; never read outside the mask.
+        mask: True where a value counts, of the same shape.
+        shift: Take the mean away; else it is left where it was.
+        eps: Added to the variance.
+
+    Returns:
+        Of the shape of ``values``, zero outside the mask, without gradient. A mask with one value, or values that are
+        all equal, give zeros (the values themselves without ``shift``): there is nothing to tell apart.
+
+    Raises:
+        ValueError: If the shapes disagree.
+    """
+    if values.shape != mask.shape:
+        raise ValueError(f"Expected values and mask of one shape, got {list(values.shape)} and {list(mask.shape)}.")
+    mask = mask.bool()
+    kept = values.detach()[mask]
+    if not len(kept):
+        return torch.zeros_like(values)
+    mean = kept.mean()
+    deviation = kept - mean
+    if kept.max() == kept.min():  # a mean, rounded, may differ from the values it is the mean of
+        deviation = torch.zeros_like(kept)
+    scaled = deviation / (deviation.square().mean() + eps).sqrt()
+    return torch.zeros_like(values).masked_scatter(mask, scaled if shift else scaled + mean)
