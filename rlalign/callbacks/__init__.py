@@ -12,6 +12,7 @@ from rlalign.callbacks.progress import IterationProgress
 from rlalign.callbacks.reward_monitor import RewardMonitor
 from rlalign.callbacks.samples import SampleTable
 from rlalign.callbacks.summary import RunSummary
+from rlalign.callbacks.token_budget import TokenBudget
 
 __all__ = [
     "AdaptiveKL",
@@ -27,4 +28,5 @@ __all__ = [
     "RewardMonitor",
     "RunSummary",
     "SampleTable",
+    "TokenBudget",
 ]
