@@ -28,7 +28,7 @@ from rlalign.cli.folders import RUNS
 from rlalign.run_folder import write_atomically
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-BOTH = [CONFIGS / "base.yaml", CONFIGS / "grpo.yaml"]
+BOTH = [CONFIGS / "base.yaml", CONFIGS / "tiny" / "grpo.yaml"]
 ARMS = {"with": [*BOTH, CONFIGS / "curriculum.yaml"], "without": BOTH}
 
 Curve = list[tuple[float, float]]

@@ -85,7 +85,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        configs = [str(ROOT / "configs" / file) for file in ("base.yaml", "grpo.yaml")]
+        configs = [str(ROOT / "configs" / file) for file in ("base.yaml", "tiny/grpo.yaml")]
         if options.adaptive_kl:
             (folder / "adaptive_kl.yaml").write_text(ADAPTIVE_KL)
             configs.append(str(folder / "adaptive_kl.yaml"))

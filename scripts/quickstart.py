@@ -13,7 +13,7 @@ RUN = "quickstart"
 
 def main() -> None:
     """Measure, train, measure again."""
-    configs = [str(ROOT / "configs" / name) for name in ("base.yaml", "grpo.yaml")]
+    configs = [str(ROOT / "configs" / name) for name in ("base.yaml", "tiny/grpo.yaml")]
     arguments = [part for config in configs for part in ("--config", config)] + ["--run", RUN]
     shutil.rmtree(RUNS / RUN, ignore_errors=True)  # of an earlier quickstart
     before = TrainerCLI(["validate", *arguments])

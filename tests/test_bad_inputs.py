@@ -9,7 +9,7 @@ import rlalign.cli.trainer  # noqa: F401  before any test captures what its logg
 from rlalign.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
-BASE = ["--config", str(ROOT / "configs/base.yaml"), "--config", str(ROOT / "configs/grpo.yaml"), "--run", "bad"]
+BASE = ["--config", str(ROOT / "configs/base.yaml"), "--config", str(ROOT / "configs/tiny/grpo.yaml"), "--run", "bad"]
 SMALL = ["--trainer.max_epochs=1", "--data.val_limit=4", "--data.prompts_per_iteration=4", "--trainer.accelerator=cpu"]
 
 

@@ -86,7 +86,7 @@ def test_every_command_line_parses(elsewhere, monkeypatch, capsys):
 def test_the_configuration_of_ones_own_data_parses(elsewhere, capsys):
     (block,) = blocks("yaml")
     (elsewhere / "mine.yaml").write_text(block)
-    configs = ["configs/base.yaml", "configs/grpo.yaml", "mine.yaml"]
+    configs = ["configs/base.yaml", "configs/tiny/grpo.yaml", "mine.yaml"]
     config = yaml.safe_load(printed_config(["fit", *(f"--config={name}" for name in configs)], capsys))
     assert config["model"]["init_args"]["policy"]["lora_rank"] == 16
     assert set(config["data"]["init_args"]["rewards"]) == {"correct", "short"}

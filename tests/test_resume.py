@@ -161,7 +161,7 @@ def test_optimizer_steps_are_counted_once_kf81(tmp_path, tiny_model, prompts_fil
 
 
 COMMAND = [sys.executable, "-m", "rlalign.cli", "fit"]
-CONFIGS = [part for name in ("base", "grpo") for part in ("--config", str(ROOT / f"configs/{name}.yaml"))]
+CONFIGS = [part for name in ("base", "tiny/grpo") for part in ("--config", str(ROOT / f"configs/{name}.yaml"))]
 SLOW_REWARD = """
 import os, signal
 seen = 0

@@ -32,7 +32,7 @@ class PolicyModule(TrainedModule):
         **kwargs: Any,
     ) -> None:
         config = policy if isinstance(policy, PolicyConfig) else PolicyConfig(**policy)
-        super().__init__(config.model, config.trust_remote_code, **kwargs)
+        super().__init__(model=config.model, trust_remote_code=config.trust_remote_code, **kwargs)
         self.policy_config = config
         self.save_hyperparameters(ignore=["policy", "optimizer", "schedule"])  # those of subclasses, too
         self.save_hyperparameters({"policy": asdict(config)})

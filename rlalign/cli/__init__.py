@@ -27,7 +27,7 @@ def usage() -> str:
     rows = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
     return (
         f"usage: rlalign COMMAND ...\n\nAlign language models with reinforcement learning.\n\ncommands:\n{rows}\n\n"
-        "  rlalign fit --config configs/base.yaml --config configs/grpo.yaml --run first\n"
+        "  rlalign fit --config configs/base.yaml --config configs/tiny/grpo.yaml --run first\n"
         "  rlalign COMMAND --help tells the options of a command.\n"
     )
 

@@ -15,7 +15,7 @@ from rlalign.cli.trainer import TrainerCLI
 from rlalign.run_folder import claim
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ["--config", str(ROOT / "configs/base.yaml"), "--config", str(ROOT / "configs/grpo.yaml")]
+CONFIGS = ["--config", str(ROOT / "configs/base.yaml"), "--config", str(ROOT / "configs/tiny/grpo.yaml")]
 SMALL = ["--data.prompts_per_iteration=4", "--data.val_limit=4", "--trainer.accelerator=cpu"]
 ONE = [*CONFIGS, *SMALL, "--trainer.max_epochs=1"]
 TWO = [*CONFIGS, *SMALL, "--trainer.max_epochs=2"]
