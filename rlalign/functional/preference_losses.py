@@ -1,18 +1,24 @@
-"""Losses on preferences, one number a pair or a labelled response, from log-probabilities of whole responses.
+"""Losses on preferences, one number a pair, from log-probabilities of whole responses.
 
 ``valid`` is False where a pair does not count: its values, NaN included, are never read, its loss and its gradient are
 0. The caller divides by the number of pairs that count in the whole optimizer step. Dtypes below float32 are raised to
 it.
 """
 
+import difflib
+import inspect
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rlalign.functional.odds import log_odds_ratio
 from rlalign.functional.reductions import masked_mean, masked_sum
+from rlalign.functional.rows import check_beta, rows_of
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, reduction: Literal["sum", "mean"] = "sum") -> Tensor:
@@ -62,7 +68,7 @@ def preference_margin(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_
     Raises:
         ValueError: If the shapes disagree.
     """
-    rows, _ = _rows(None, chosen, rejected, ref_chosen.detach(), ref_rejected.detach())
+    rows, _ = rows_of(None, chosen, rejected, ref_chosen.detach(), ref_rejected.detach())
     chosen, rejected, ref_chosen, ref_rejected = rows
     return (chosen - ref_chosen) - (rejected - ref_rejected)
 
@@ -89,9 +95,9 @@ def dpo_loss(margin: Tensor, beta: float = 0.1, label_smoothing: float = 0.0, va
     Raises:
         ValueError: If shapes disagree or an option is out of bounds.
     """
-    _check_beta(beta)
+    check_beta(beta)
     _check_smoothing(label_smoothing)
-    (margin,), is_valid = _rows(valid, margin)
+    (margin,), is_valid = rows_of(valid, margin)
     loss = -(1 - label_smoothing) * logsigmoid(beta * margin) - label_smoothing * logsigmoid(-beta * margin)
     return loss.masked_fill(~is_valid, 0)
 
@@ -119,9 +125,9 @@ def robust_dpo_loss(
     Raises:
         ValueError: As :func:`dpo_loss`.
     """
-    _check_beta(beta)
+    check_beta(beta)
     _check_smoothing(label_smoothing)
-    (margin,), is_valid = _rows(valid, margin)
+    (margin,), is_valid = rows_of(valid, margin)
     loss = -(1 - label_smoothing) * logsigmoid(beta * margin) + label_smoothing * logsigmoid(-beta * margin)
     return (loss / (1 - 2 * label_smoothing)).masked_fill(~is_valid, 0)
 
@@ -145,8 +151,8 @@ def hinge_loss(margin: Tensor, beta: float = 0.1, valid: Tensor | None = None) -
     Raises:
         ValueError: As :func:`dpo_loss`.
     """
-    _check_beta(beta)
-    (margin,), is_valid = _rows(valid, margin)
+    check_beta(beta)
+    (margin,), is_valid = rows_of(valid, margin)
     return torch.relu(1 - beta * margin).masked_fill(~is_valid, 0)
 
 
@@ -171,9 +177,44 @@ def ipo_loss(margin: Tensor, beta: float = 0.1, valid: Tensor | None = None) -> 
     Raises:
         ValueError: As :func:`dpo_loss`.
     """
-    _check_beta(beta)
-    (margin,), is_valid = _rows(valid, margin)
+    check_beta(beta)
+    (margin,), is_valid = rows_of(valid, margin)
     return (margin - 1 / (2 * beta)).square().masked_fill(~is_valid, 0)
+
+
+PAIR_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "sigmoid": dpo_loss,
+    "hinge": hinge_loss,
+    "ipo": ipo_loss,
+    "robust": robust_dpo_loss,
+}
+"""Losses of a :func:`preference_margin` by the names that configurations use."""
+
+
+def choose_pair_loss(name: str, beta: float = 0.1, label_smoothing: float = 0.0) -> Callable[..., Tensor]:
+    """A loss of :data:`PAIR_LOSSES` with its options.
+
+    Args:
+        name: ``sigmoid``, ``hinge``, ``ipo`` or ``robust``.
+        beta: See the loss.
+        label_smoothing: Likewise.
+
+    Returns:
+        ``loss(margin, valid=None)``, one number a pair.
+
+    Raises:
+        ValueError: If there is no such loss, it ignores the smoothing that is asked for, or an option is out of bounds.
+    """
+    if name not in PAIR_LOSSES:
+        near = difflib.get_close_matches(name, PAIR_LOSSES, n=1, cutoff=0.0)[0]
+        raise ValueError(f"There is no loss '{name}' (did you mean '{near}'?); there are {', '.join(PAIR_LOSSES)}.")
+    chosen, options = PAIR_LOSSES[name], {"beta": beta}
+    if "label_smoothing" in inspect.signature(chosen).parameters:
+        options["label_smoothing"] = label_smoothing
+    elif label_smoothing:
+        raise ValueError(f"loss={name} knows no label_smoothing; leave it out, or use loss=sigmoid or loss=robust.")
+    chosen(torch.zeros(1), **options)  # an option out of bounds is told now
+    return partial(chosen, **options)
 
 
 def simpo_loss(
@@ -199,10 +240,10 @@ def simpo_loss(
     Raises:
         ValueError: If shapes disagree or an option is out of bounds.
     """
-    _check_beta(beta)
+    check_beta(beta)
     if not 0 <= gamma < math.inf:
         raise ValueError(f"gamma must be 0 or more, got {gamma}.")
-    (chosen, rejected), is_valid = _rows(valid, chosen, rejected)
+    (chosen, rejected), is_valid = rows_of(valid, chosen, rejected)
     return -logsigmoid(beta * (chosen - rejected) - gamma).masked_fill(~is_valid, 0)
 
 
@@ -228,166 +269,8 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, weight: float = 0.1, valid: Tens
     """
     if not 0 <= weight < math.inf:
         raise ValueError(f"weight must be 0 or more, got {weight}.")
-    (chosen, rejected), is_valid = _rows(valid, chosen, rejected)
+    (chosen, rejected), is_valid = rows_of(valid, chosen, rejected)
     return (-chosen - weight * logsigmoid(log_odds_ratio(chosen, rejected))).masked_fill(~is_valid, 0)
-
-
-def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
-    r"""How much better the odds of one response are than those of another, in nats.
-
-    .. math:: \log\frac{P_w}{1 - P_w} - \log\frac{P_l}{1 - P_l}
-
-    A probability that rounds to 1 has infinite odds. A log-probability is no more exact than the rounding step at 1 of
-    its dtype (1.2e-7 in float32), so that :math:`1 - P` is taken to be at least that: value and gradient stay finite.
-
-    Source: Hong et al. 2024, eq. 4 (https://arxiv.org/abs/2403.07691).
-
-    Args:
-        chosen: Mean log-probabilities (nats per token) of the preferred responses, ``[B]``.
-        rejected: Those of the others, ``[B]``.
-
-    Returns:
-        Log-ratios, ``[B]``.
-
-    Raises:
-        ValueError: If the shapes disagree.
-    """
-    (chosen, rejected), _ = _rows(None, chosen, rejected)
-    highest = -torch.finfo(chosen.dtype).eps
-    return (chosen - rejected) - (log1mexp(chosen.clamp(max=highest)) - log1mexp(rejected.clamp(max=highest)))
-
-
-def log1mexp(x: Tensor) -> Tensor:
-    r"""The logarithm of :math:`1 - e^x` for :math:`x < 0`, exact at both ends, with exact gradients.
-
-    Source: Mächler 2012, "Accurately Computing log(1 - exp(-|a|))"
-    (https://cran.r-project.org/web/packages/Rmpfr/vignettes/log1mexp-note.pdf).
-
-    Args:
-        x: Numbers below 0, of any shape.
-
-    Returns:
-        Of the shape of ``x``; minus infinity at 0 and NaN above.
-    """
-    is_near_zero = x > -math.log(2)
-    near = torch.log(-torch.expm1(x))
-    # Near 0 this branch has an infinite gradient, which times zero would be NaN: it never sees such an x.
-    far = torch.log1p(-torch.exp(x.masked_fill(is_near_zero, -1.0)))
-    return torch.where(is_near_zero, near, far)
-
-
-def kto_loss(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    desirable: Tensor,
-    reference_point: float | Tensor,
-    beta: float = 0.1,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-    valid: Tensor | None = None,
-) -> Tensor:
-    r"""KTO: responses that are good or bad by themselves, not in pairs.
-
-    .. math:: L = \lambda_D (1 - \sigma(\beta (r - z_0))) \text{ if desirable, else }
-        \lambda_U (1 - \sigma(\beta (z_0 - r))), \quad r = \log\frac{\pi_\theta(y)}{\pi_{ref}(y)}
-
-    Source: Ethayarajh et al. 2024 (https://arxiv.org/abs/2402.01306).
-
-    Args:
-        logprobs: Summed log-probabilities (nats) of the responses under the policy, ``[B]``.
-        ref_logprobs: The same under the reference, ``[B]``; never differentiated.
-        desirable: True where a response is good, ``[B]``.
-        reference_point: :math:`z_0` in nats, a scalar, never differentiated: :func:`kto_reference_point` of the whole
-            optimizer step.
-        beta: How fast the value saturates, above 0.
-        desirable_weight: Weight of the good responses, 0 or more.
-        undesirable_weight: Weight of the bad ones, 0 or more.
-        valid: False where a response does not count, ``[B]``; all count by default.
-
-    Returns:
-        The loss of each response, ``[B]``, 0 where not valid.
-
-    Raises:
-        ValueError: If shapes disagree or an option is out of bounds.
-    """
-    _check_beta(beta)
-    if not (0 <= desirable_weight < math.inf and 0 <= undesirable_weight < math.inf):
-        raise ValueError(f"Weights must be 0 or more, got {desirable_weight} and {undesirable_weight}.")
-    if isinstance(reference_point, Tensor):
-        if reference_point.ndim:
-            raise ValueError(f"Expected a scalar reference_point, got shape {list(reference_point.shape)}.")
-        reference_point = reference_point.detach()
-    if desirable.shape != logprobs.shape:
-        raise ValueError(f"Expected desirable of shape {list(logprobs.shape)}, got {list(desirable.shape)}.")
-    (logprobs, ref_logprobs), is_valid = _rows(valid, logprobs, ref_logprobs)
-    gain = beta * (logprobs - ref_logprobs.detach() - reference_point)
-    desirable = desirable.bool()
-    # 1 - sigmoid(x) is sigmoid(-x), which does not cancel where x is large.
-    loss = torch.where(desirable, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain))
-    return loss.masked_fill(~is_valid, 0)
-
-
-@torch.no_grad()
-def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor, valid: Tensor | None = None) -> Tensor:
-    r"""KTO's reference point, estimated on mismatched pairs: responses to other prompts of the step.
-
-    .. math:: z_0 = \max\Big(0, \frac{1}{m} \sum_i \log\frac{\pi_\theta(y'_i|x_i)}{\pi_{ref}(y'_i|x_i)}\Big)
-
-    The bound holds for the mean: points of minibatches or ranks must not be averaged, so give all pairs of the step.
-
-    Source: Ethayarajh et al. 2024 (https://arxiv.org/abs/2402.01306).
-
-    Args:
-        logprobs: Summed log-probabilities (nats) under the policy of responses to prompts they do not belong to,
-            ``[M]``; ``M`` may be 0.
-        ref_logprobs: The same under the reference, ``[M]``.
-        valid: False where a pair is not mismatched (no other prompt was there) or does not count, ``[M]``.
-
-    Returns:
-        The point in nats, a scalar without gradient, 0 or more; 0 if there is no mismatched pair.
-
-    Raises:
-        ValueError: If the shapes disagree.
-    """
-    (logprobs, ref_logprobs), is_valid = _rows(valid, logprobs, ref_logprobs)
-    return masked_mean(logprobs - ref_logprobs, is_valid).clamp(min=0)
-
-
-def bradley_terry_loss(
-    chosen_scores: Tensor,
-    rejected_scores: Tensor,
-    margin: Tensor | None = None,
-    centering: float = 0.0,
-    valid: Tensor | None = None,
-) -> Tensor:
-    r"""Loss of a reward model that is to score one response above the other.
-
-    .. math:: L = -\log\sigma(s_w - s_l - m) + c (s_w + s_l)^2
-
-    Scores are determined but for a constant, which the second term sets: they get mean zero.
-
-    Sources: Ouyang et al. 2022, eq. 1 (https://arxiv.org/abs/2203.02155); margin: Touvron et al. 2023, eq. 2 (Llama 2,
-    https://arxiv.org/abs/2307.09288); centring: Eisenstein et al. 2023, eq. 2 (https://arxiv.org/abs/2312.09244).
-
-    Args:
-        chosen_scores: Scores of the preferred responses, ``[B]``.
-        rejected_scores: Scores of the others, ``[B]``.
-        margin: How much better each preferred response is said to be, ``[B]``, never differentiated; 0 by default.
-        centering: Coefficient :math:`c`, 0 or more; 0.01 is usual.
-        valid: False where a pair does not count, ``[B]``; all count by default.
-
-    Returns:
-        The loss of each pair, ``[B]``, 0 where not valid.
-
-    Raises:
-        ValueError: If shapes disagree or the coefficient is negative.
-    """
-    if not 0 <= centering < math.inf:
-        raise ValueError(f"centering must be 0 or more, got {centering}.")
-    margin = torch.zeros_like(chosen_scores) if margin is None else margin.detach()
-    (chosen, rejected, margin), is_valid = _rows(valid, chosen_scores, rejected_scores, margin)
-    loss = -logsigmoid(chosen - rejected - margin) + centering * (chosen + rejected).square()
-    return loss.masked_fill(~is_valid, 0)
 
 
 @torch.no_grad()
@@ -409,8 +292,8 @@ def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, beta: float = 0.1) 
     Raises:
         ValueError: If the shapes disagree or ``beta`` is not positive.
     """
-    _check_beta(beta)
-    (logprobs, ref_logprobs), _ = _rows(None, logprobs, ref_logprobs)
+    check_beta(beta)
+    (logprobs, ref_logprobs), _ = rows_of(None, logprobs, ref_logprobs)
     return beta * (logprobs - ref_logprobs)
 
 
@@ -432,24 +315,9 @@ def preference_margins(
     Raises:
         ValueError: If the shapes disagree.
     """
-    (chosen, rejected), _ = _rows(valid, chosen_rewards, rejected_rewards)
+    (chosen, rejected), _ = rows_of(valid, chosen_rewards, rejected_rewards)
     margins = chosen - rejected
     return margins, margins > 0
-
-
-def _rows(valid: Tensor | None, *values: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The values, float32 or wider and 0 where not valid, and validity, each ``[B]``."""
-    shapes = [list(tensor.shape) for tensor in (*values, *([] if valid is None else [valid]))]
-    if len(shapes[0]) != 1 or any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"Expected one number per pair or response, all of one shape [B], got {shapes}.")
-    is_valid = torch.ones_like(values[0], dtype=torch.bool) if valid is None else valid.bool()
-    wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in values]
-    return [tensor.masked_fill(~is_valid, 0) for tensor in wide], is_valid
-
-
-def _check_beta(beta: float) -> None:
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta must be positive, got {beta}.")
 
 
 def _check_smoothing(label_smoothing: float) -> None:

@@ -7,16 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlalign.functional.kto import kto_loss, kto_reference_point
+from rlalign.functional.odds import log1mexp, log_odds_ratio
 from rlalign.functional.preference_losses import (
-    bradley_terry_loss,
     dpo_loss,
     hinge_loss,
     implicit_rewards,
     ipo_loss,
-    kto_loss,
-    kto_reference_point,
-    log1mexp,
-    log_odds_ratio,
     orpo_loss,
     preference_margin,
     preference_margins,
@@ -24,6 +21,7 @@ from rlalign.functional.preference_losses import (
     sequence_logprobs,
     simpo_loss,
 )
+from rlalign.functional.reward_losses import bradley_terry_loss
 
 BETA = 0.5
 SMOOTHING = 0.1
