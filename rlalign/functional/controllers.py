@@ -62,6 +62,91 @@ def multiplicative_kl_coef(
     return coef * (down if kl < threshold else up)
 
 
+def dynamic_clip_range(
+    clip: float,
+    kl: float,
+    target: float,
+    tolerance: float = 1.5,
+    shrink: float = 0.9,
+    widen: float = 1.1,
+    min_clip: float = 0.05,
+    max_clip: float = 0.4,
+) -> float:
+    r"""Shrink a clipping range while the KL is well above its target, and widen it well below, inside bounds.
+
+    .. math:: \epsilon \leftarrow \epsilon \cdot \begin{cases} shrink & KL > 1.5\, KL_{target} \\
+        widen & KL < KL_{target} / 1.5 \\ 1 & \text{else} \end{cases}
+
+    The thresholds are those of PPO's adaptive KL penalty, see :func:`threshold_kl_coef`.
+
+    Args:
+        clip: The range now, above 0.
+        kl: The measured divergence (nats), in the same unit as the target.
+        target: The divergence to hold, above 0.
+        tolerance: How many times off the target the divergence may be, 1 or more.
+        shrink: Factor above, ``0 < shrink <= 1``.
+        widen: Factor below, ``widen >= 1``.
+        min_clip: Lower bound of the range.
+        max_clip: Upper bound of the range.
+
+    Returns:
+        The new range; within its bounds also where the old one was not.
+
+    Raises:
+        ValueError: If a target, a factor or a bound is impossible, or a number is not finite.
+    """
+    if not (0 < shrink <= 1 <= widen):
+        raise ValueError(f"Expected 0 < shrink <= 1 <= widen, got {shrink} and {widen}.")
+    if not 0 < min_clip <= max_clip:
+        raise ValueError(f"Expected 0 < min_clip <= max_clip, got {min_clip} and {max_clip}.")
+    _check_finite(clip=clip, kl=kl)
+    side = _side_of_target(kl, target, tolerance)
+    return min(max(clip * (shrink if side > 0 else widen if side < 0 else 1.0), min_clip), max_clip)
+
+
+def threshold_kl_coef(
+    coef: float,
+    kl: float,
+    target: float,
+    tolerance: float = 1.5,
+    factor: float = 2.0,
+    min_coef: float = 0.0,
+    max_coef: float = math.inf,
+) -> float:
+    """Multiply the KL coefficient by a factor while the KL is well above its target, divide it by that well below.
+
+    Source: Schulman et al. 2017, section 4 (https://arxiv.org/abs/1707.06347).
+
+    Args:
+        coef: The coefficient now.
+        kl: The measured divergence (nats), in the same unit as the target.
+        target: The divergence to hold, above 0.
+        tolerance: How many times off the target the divergence may be, 1 or more.
+        factor: 1 or more.
+        min_coef: Lower bound of the coefficient.
+        max_coef: Upper bound of the coefficient.
+
+    Returns:
+        The new coefficient; within its bounds also where the old one was not.
+
+    Raises:
+        ValueError: If a target, a factor or a bound is impossible, or a number is not finite.
+    """
+    if not factor >= 1:
+        raise ValueError(f"factor must be at least 1, got {factor}.")
+    if not 0 <= min_coef <= max_coef:
+        raise ValueError(f"Expected 0 <= min_coef <= max_coef, got {min_coef} and {max_coef}.")
+    _check_finite(coef=coef, kl=kl)
+    return min(max(coef * factor ** _side_of_target(kl, target, tolerance), min_coef), max_coef)
+
+
+def _side_of_target(kl: float, target: float, tolerance: float) -> int:
+    """1 well above the target, -1 well below, 0 near it."""
+    if not (target > 0 and tolerance >= 1):
+        raise ValueError(f"Expected target > 0 and tolerance >= 1, got {target} and {tolerance}.")
+    return int(kl > target * tolerance) - int(kl < target / tolerance)
+
+
 def schedule_value(start: float, end: float, progress: float, shape: Shape) -> float:
     """A value on its way from ``start`` to ``end``.
 

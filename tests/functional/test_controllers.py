@@ -3,10 +3,12 @@ import math
 import pytest
 
 from rlalign.functional.controllers import (
+    dynamic_clip_range,
     entropy_target_coef,
     multiplicative_kl_coef,
     proportional_kl_coef,
     schedule_value,
+    threshold_kl_coef,
 )
 
 
@@ -109,3 +111,53 @@ def test_entropy_target_refuses_bad_input(change, message):
     good = {"coef": 0.01, "entropy": 0.4, "target": 0.5, "delta": 0.002, "min_coef": 0.0, "max_coef": 0.02}
     with pytest.raises(ValueError, match=message):
         entropy_target_coef(**good | change)
+
+
+@pytest.mark.parametrize(
+    ("clip", "kl", "expected"),
+    [
+        (0.2, 0.031, 0.18),
+        (0.2, 0.03, 0.2),  # 1.5 times the target is not above it
+        (0.2, 0.0134, 0.2),
+        (0.2, 0.0133, 0.22),
+        (0.052, 9.0, 0.05),
+        (0.39, 0.0, 0.4),
+        (0.9, 0.02, 0.4),
+    ],
+)
+def test_the_clip_range_follows_the_kl_inside_bounds(clip, kl, expected):
+    assert dynamic_clip_range(clip, kl, 0.02) == pytest.approx(expected)
+
+
+def test_the_clip_range_has_its_own_factors():
+    options = {"tolerance": 2.0, "shrink": 0.5, "widen": 3.0, "min_clip": 0.01, "max_clip": 0.9}
+    got = [dynamic_clip_range(0.2, kl, 0.1, **options) for kl in (0.19, 0.21, 0.06, 0.04)]
+    assert got == pytest.approx([0.2, 0.1, 0.2, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("coef", "kl", "expected"),
+    [(0.1, 0.031, 0.2), (0.1, 0.03, 0.1), (0.1, 0.014, 0.1), (0.1, 0.0133, 0.05), (4.0, 1.0, 5.0), (0.015, 0.0, 0.01)],
+)
+def test_the_kl_coefficient_of_ppo_doubles_and_halves(coef, kl, expected):
+    assert threshold_kl_coef(coef, kl, 0.02, min_coef=0.01, max_coef=5.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "message"),
+    [
+        (dynamic_clip_range, {"shrink": 1.1}, "0 < shrink <= 1 <= widen, got 1.1"),
+        (dynamic_clip_range, {"widen": 0.9}, "0 < shrink <= 1 <= widen"),
+        (dynamic_clip_range, {"min_clip": 0.0}, "0 < min_clip <= max_clip"),
+        (dynamic_clip_range, {"target": 0.0}, "target > 0"),
+        (dynamic_clip_range, {"kl": math.nan}, "kl must be finite"),
+        (threshold_kl_coef, {"factor": 0.5}, "factor must be at least 1, got 0.5"),
+        (threshold_kl_coef, {"tolerance": 0.9}, "tolerance >= 1"),
+        (threshold_kl_coef, {"min_coef": 2.0, "max_coef": 1.0}, "min_coef <= max_coef"),
+        (threshold_kl_coef, {"kl": math.inf}, "kl must be finite"),
+    ],
+)
+def test_rules_by_a_target_refuse_bad_input(rule, change, message):
+    good = {"kl": 0.02, "target": 0.02}
+    with pytest.raises(ValueError, match=message):
+        rule(0.2, **good | change)
