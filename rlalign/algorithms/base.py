@@ -67,6 +67,7 @@ class RolloutModule(PolicyModule, ABC):
     """
 
     max_rounds: int = 1
+    rows_together: int = 1
     partial_batch: Literal["keep", "fill"] = "keep"
 
     def __init__(

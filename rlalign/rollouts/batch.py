@@ -97,9 +97,9 @@ class RolloutBatch:
         token_fields["attention_mask"] = self.attention_mask[:, left : prompt_width + right]
         return replace(self, **token_fields)
 
-    def emptied(self) -> "RolloutBatch":
-        """One row of one response token that the loss does not count: a minibatch for a rank without data."""
-        row = self[:1]
+    def emptied(self, rows: int = 1) -> "RolloutBatch":
+        """Rows of one response token that the loss does not count: a minibatch for a rank without data."""
+        row = self[:rows]
         row.response_mask = torch.zeros_like(row.response_mask)
         row.response_mask[:, 0] = True
         row.loss_mask = torch.zeros_like(row.loss_mask)

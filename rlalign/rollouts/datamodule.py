@@ -56,7 +56,8 @@ class RolloutDataModule(SeededDataModule):
         sampler: What draws them.
         prompts_per_iteration: Prompts an iteration, over all ranks.
         group_size: Responses a prompt.
-        step_size: Sequences an optimizer step, over all ranks; all of an iteration by default.
+        step_size: Sequences an optimizer step, over all ranks; all of an iteration by default. Where an algorithm
+            learns from fewer than were sampled (pairs), the iteration's steps share them evenly.
         minibatch_size: Sequences a forward pass and rank; by default what ``accumulate_grad_batches`` leaves.
         num_passes: Passes over an iteration's rollouts.
         val_samples: Responses a held-out prompt.
@@ -333,7 +334,7 @@ class RolloutDataModule(SeededDataModule):
     @property
     def plan(self) -> StepPlan:
         """The sizes of an iteration."""
-        return self.plan_of(self.prompts_per_iteration * self.group_size)
+        return self.plan_of(self.prompts_per_iteration * self.group_size, self.learner.rows_together)
 
     def train_dataloader(self) -> LazyLoader:
         """Sample when the first minibatch is due, then serve the minibatches."""
@@ -346,7 +347,7 @@ class RolloutDataModule(SeededDataModule):
         iteration = self.trainer.current_epoch
         self.end_iteration = False
         with torch.no_grad(), self.trainer.precision_plugin.forward_context():
-            rollouts = self.learner.prepare(self.collect(iteration), self.group_size)
+            rollouts = self._prepared(self.collect(iteration))
             rollouts = self.learner.annotate(rollouts, plan.num_steps, plan.minibatch_size)
         first = rollouts.statistics
         lengths = rollouts.response_lengths
@@ -357,9 +358,18 @@ class RolloutDataModule(SeededDataModule):
             tokens, sequences = (0.0, 0.0) if ended else (float(mask.sum()), float(mask.any(-1).sum()))
             for rows in plan.minibatches(items, lengths, rank):
                 usable = len(rows) and not ended
-                batch = rollouts[torch.from_numpy(rows)].trimmed() if usable else rollouts.emptied()
+                batch = rollouts[torch.from_numpy(rows)].trimmed() if usable else rollouts.emptied(plan.rows_together)
                 yield Sealed(replace(batch, step_tokens=tokens, step_sequences=sequences, statistics=first))
                 first = {}
+
+    def _prepared(self, collected: RolloutBatch) -> RolloutBatch:
+        """What the algorithm learns from; where that is nothing, a unit of rows that the loss does not count."""
+        prepared = self.learner.prepare(collected, self.group_size)
+        if len(prepared):
+            return prepared
+        unit = collected[: self.learner.rows_together]
+        no_advantage, no_token = torch.zeros(len(unit), 1), torch.zeros_like(unit.loss_mask)
+        return replace(unit, advantages=no_advantage, loss_mask=no_token, statistics=prepared.statistics)
 
     # ---- validation --------------------------------------------------------------------------------------------------
 

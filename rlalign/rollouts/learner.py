@@ -18,6 +18,8 @@ class Learner(Protocol):
     """Longest sequence that the model knows."""
     max_rounds: int
     """Most times that prompts are sampled to fill one iteration."""
+    rows_together: int
+    """Adjacent rows that it compares with each other: they stay adjacent, and in one minibatch."""
     partial_batch: Literal["keep", "fill"]
     """Where the rounds end early: learn from what there is, or fill up with the groups that were turned down."""
 
@@ -25,7 +27,10 @@ class Learner(Protocol):
         """Which groups to learn from, ``[num_groups]``."""
 
     def prepare(self, rollouts: RolloutBatch, group_size: int) -> RolloutBatch:
-        """Fill in the advantages, and take from the loss what must not count."""
+        """Fill in the advantages, and take from the loss what must not count.
+
+        It may give other rows than it got, no more of them, in whole units of ``rows_together``; also none.
+        """
 
     def annotate(self, rollouts: RolloutBatch, num_steps: int, minibatch_size: int) -> RolloutBatch:
         """Fill in the old and reference log-probabilities that the loss needs."""

@@ -21,6 +21,8 @@ class StepPlan:
         num_passes: Passes over the items.
         num_ranks: Data-parallel ranks.
         accumulate_grad_batches: Minibatches a step and rank, as the trainer was told.
+        rows_together: Adjacent items that stay adjacent and in one minibatch: 2 for pairs, the size of a group for
+            groups.
 
     Raises:
         ValueError: If they do not divide; the message has the formula and the nearest valid values.
@@ -32,10 +34,18 @@ class StepPlan:
     num_passes: int = 1
     num_ranks: int = 1
     accumulate_grad_batches: int = 1
+    rows_together: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.num_items, self.step_size, self.minibatch_size, self.num_passes) < 1:
+        if min(self.num_items, self.step_size, self.minibatch_size, self.num_passes, self.rows_together) < 1:
             raise ValueError(f"All sizes must be at least 1: {self}.")
+        if self.minibatch_size % self.rows_together:
+            raise ValueError(
+                f"data.minibatch_size={self.minibatch_size} (step_size / (ranks x accumulate_grad_batches) = "
+                f"{self.step_size} / ({self.num_ranks} x {self.accumulate_grad_batches}) where it is not given) must "
+                f"be a multiple of {self.rows_together}: this algorithm compares so many sequences with each other, "
+                "and keeps them in one minibatch."
+            )
         if self.num_items % self.step_size:
             divisors = [d for d in range(1, self.num_items + 1) if self.num_items % d == 0]
             nearest = sorted(divisors, key=lambda d: abs(d - self.step_size))[:2]
@@ -73,18 +83,30 @@ class StepPlan:
         Args:
             num_items: Items there really are, at most :attr:`num_items`; the steps share what there is evenly.
             keys: Seed and iteration.
+
+        Raises:
+            ValueError: If some of the items would have none to be together with.
         """
+        if num_items % self.rows_together:
+            raise ValueError(f"{num_items} sequences are not made of whole units of {self.rows_together}.")
         steps_per_pass = self.num_items // self.step_size
         return [
-            part
+            self._rows(part)
             for number in range(self.num_passes)
-            for part in np.array_split(hashed_permutation(num_items, *keys, number).numpy(), steps_per_pass)
+            for part in np.array_split(
+                hashed_permutation(num_items // self.rows_together, *keys, number).numpy(), steps_per_pass
+            )
         ]
+
+    def _rows(self, units: np.ndarray) -> np.ndarray:
+        return (units[:, None] * self.rows_together + np.arange(self.rows_together)).ravel()
 
     def minibatches(self, items: np.ndarray, lengths: Tensor, rank: int) -> list[np.ndarray]:
         """One rank's minibatches of a step; similar lengths together, some empty where there are few items."""
-        ordered = items[np.argsort(lengths.numpy()[items], kind="stable")]
-        return list(np.array_split(ordered[rank :: self.num_ranks], self.accumulate_grad_batches))
+        units = items.reshape(-1, self.rows_together)
+        ordered = units[np.argsort(lengths.numpy()[units].max(1), kind="stable")]
+        parts = np.array_split(ordered[rank :: self.num_ranks], self.accumulate_grad_batches)
+        return [part.ravel() for part in parts]
 
 
 class Sealed:

@@ -48,12 +48,17 @@ class SeededDataModule(LightningDataModule, ABC):
         assert self.trainer is not None
         self.setup(self.trainer.state.fn or "fit")  # validation needs no training data
 
-    def plan_of(self, num_items: int) -> StepPlan:
-        """How an epoch of so many items is cut, with the ranks and the accumulation of the trainer."""
+    def plan_of(self, num_items: int, rows_together: int = 1) -> StepPlan:
+        """How an epoch of so many items is cut, with the ranks and the accumulation of the trainer.
+
+        Args:
+            num_items: Of the epoch, over all ranks.
+            rows_together: See :class:`~rlalign.rollouts.loader.StepPlan`.
+        """
         assert self.trainer is not None
         num_ranks, accumulate = data_parallel(self.trainer)[1], self.trainer.accumulate_grad_batches
         minibatch = self.minibatch_size or max(self.step_size // (num_ranks * accumulate), 1)
-        return StepPlan(num_items, self.step_size, minibatch, self.num_passes, num_ranks, accumulate)
+        return StepPlan(num_items, self.step_size, minibatch, self.num_passes, num_ranks, accumulate, rows_together)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Open what the precision plugin was not to look into."""
