@@ -189,6 +189,14 @@ class RolloutModule(PolicyModule, ABC):
             {f"train/{name}": masked_mean(value.detach(), batch.loss_mask) for name, value in values.items()}, weight
         )
 
+    def log_advantages(self, batch: RolloutBatch) -> None:
+        """Log how large advantages are: a mean over the tokens of each response, then over responses."""
+        if batch.advantages is None or batch.step_tokens == 0:
+            return
+        of_response = masked_mean(batch.advantages.abs().expand_as(batch.loss_mask), batch.loss_mask, dim=1)
+        rows = batch.loss_mask.any(-1)
+        self.log_mean({"train/advantage_abs": masked_mean(of_response, rows)}, int(rows.sum()))
+
     # ---- validation --------------------------------------------------------------------------------------------------
 
     def on_validation_start(self) -> None:

@@ -16,7 +16,7 @@ from rlalign.functional.policy_losses import (
     clipped_surrogate,
     truncated_importance_weights,
 )
-from rlalign.functional.reductions import Reduction, masked_mean, reduce_loss
+from rlalign.functional.reductions import Reduction, reduce_loss
 from rlalign.rollouts.batch import RolloutBatch
 
 KL_ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
@@ -130,8 +130,5 @@ class GRPO(RolloutModule):
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy
         self.token_metrics(batch, loss=loss, **metrics)
-        if batch.step_tokens:
-            rows = mask.any(-1)
-            size = masked_mean(batch.advantages.abs(), rows.unsqueeze(1))
-            self.log_mean({"train/advantage_abs": size}, int(rows.sum()))
+        self.log_advantages(batch)
         return self.reduce(torch.where(mask, loss, 0.0), batch)
