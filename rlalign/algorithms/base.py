@@ -1,6 +1,7 @@
 """What every algorithm shares: a policy and, where it learns from rollouts, how these are scored."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -38,10 +39,13 @@ class PolicyModule(TrainedModule):
         self.save_hyperparameters({"policy": asdict(config)})
         self.policy: Policy | None = None
         self.needs_reference = False
+        self.needs_value_head = False
 
     def build(self) -> None:
         """The policy, and the reference where one is needed."""
-        self.policy = Policy(self.policy_config, self.needs_reference, seed=run_seed(self.trainer))
+        self.policy = Policy(
+            self.policy_config, self.needs_reference, run_seed(self.trainer), with_value_head=self.needs_value_head
+        )
         if self.device_mesh is not None:
             self.policy.shard(self.device_mesh["data_parallel"])
 
@@ -97,11 +101,14 @@ class RolloutModule(PolicyModule, ABC):
 
     def prepare(self, rollouts: RolloutBatch, group_size: int) -> RolloutBatch:
         """Fill in the advantages, 0 for what only fills up the batch; take from the loss what must not count."""
-        loss_mask = rollouts.loss_mask
-        if self.overlong_filter:
-            loss_mask = loss_mask & ~rollouts.truncated.unsqueeze(1)
         advantages = self.advantages(rollouts, group_size).masked_fill(~rollouts.kept.unsqueeze(1), 0.0)
-        return replace(rollouts, advantages=advantages, loss_mask=loss_mask)
+        return self.filtered(replace(rollouts, advantages=advantages))
+
+    def filtered(self, rollouts: RolloutBatch) -> RolloutBatch:
+        """Take from the loss the responses that were cut, if that was asked for."""
+        if not self.overlong_filter:
+            return rollouts
+        return replace(rollouts, loss_mask=rollouts.loss_mask & ~rollouts.truncated.unsqueeze(1))
 
     def annotate(self, rollouts: RolloutBatch, num_steps: int, minibatch_size: int) -> RolloutBatch:
         """Fill in old log-probabilities, if the policy moves within the iteration, and the reference's, if used."""
@@ -112,27 +119,47 @@ class RolloutModule(PolicyModule, ABC):
         self._kl_probe = rollouts[:64] if self.needs_kl_step else None
         return rollouts
 
-    @torch.no_grad()
     def score_all(self, rollouts: RolloutBatch, minibatch_size: int, reference: bool = False) -> Tensor:
-        """Log-probabilities of all responses ``[B, T]``, on the CPU.
+        """Log-probabilities of all responses ``[B, T]``, on the CPU."""
+        (logprobs,) = self.compute_all(
+            rollouts, minibatch_size, lambda batch: (self.score(batch, reference=reference).logprobs,)
+        )
+        return logprobs
+
+    @torch.no_grad()
+    def compute_all(
+        self, rollouts: RolloutBatch, minibatch_size: int, compute: Callable[[RolloutBatch], tuple[Tensor, ...]]
+    ) -> list[Tensor]:
+        """What a function makes of all rollouts, on the CPU of every rank.
 
         Each rank computes its share, in equally many passes.
+
+        Args:
+            rollouts: ``B`` rows of up to ``T`` response tokens.
+            minibatch_size: Rows a pass.
+            compute: From some rows, trimmed to ``t`` tokens, to tensors ``[b, t + k]``, each with a constant ``k``.
+
+        Returns:
+            Tensors ``[B, T + k]``, zero beyond a pass's columns.
         """
         rank, num_ranks = data_parallel(self.trainer)
         order = rollouts.response_lengths.argsort(stable=True)
         share = -(-len(order) // num_ranks)
         mine = order[rank::num_ranks]
-        scored: list[tuple[Tensor, Tensor]] = []
+        computed: list[tuple[Tensor, int, list[Tensor]]] = []
         for start in range(0, share, minibatch_size):
             rows = mine[start : start + minibatch_size]
             batch = rollouts[rows].trimmed() if len(rows) else rollouts.emptied()
-            logprobs = self.score(batch.to(self.device), reference=reference).logprobs.cpu()
+            results = [result.cpu() for result in compute(batch.to(self.device))]
             if len(rows):
-                scored.append((rows, logprobs))
-        parts = [part for of_rank in gather_objects(scored) for part in of_rank]
-        out = torch.zeros(rollouts.response_mask.shape, dtype=parts[0][1].dtype)
-        for rows, logprobs in parts:
-            out[rows, : logprobs.shape[1]] = logprobs
+                computed.append((rows, batch.response_mask.shape[1], results))
+        parts = [part for of_rank in gather_objects(computed) for part in of_rank]
+        _, narrow, examples = parts[0]
+        width = rollouts.response_mask.shape[1]
+        out = [e.new_zeros(len(rollouts), width + e.shape[1] - narrow) for e in examples]
+        for rows, _, results in parts:
+            for whole, result in zip(out, results, strict=True):
+                whole[rows, : result.shape[1]] = result
         return out
 
     def score(self, batch: RolloutBatch, reference: bool = False) -> TokenScores:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlalign.assets import resolve
-from rlalign.models.scoring import TokenScores, token_scores
+from rlalign.models.scoring import TokenScores, final_states, scalar_of_states, scores_of_states, token_scores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -127,9 +127,12 @@ class Policy(nn.Module):
         config: Which model.
         with_reference: Keep what is needed to score under the frozen starting point.
         seed: Decides the first weights of new adapters.
+        with_value_head: Have a head that makes a value of each final hidden state; it starts from zero.
     """
 
-    def __init__(self, config: PolicyConfig, with_reference: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, config: PolicyConfig, with_reference: bool = False, seed: int = 0, with_value_head: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
         if config.tf32:
@@ -159,6 +162,11 @@ class Policy(nn.Module):
                 self.reference = copy.deepcopy(base).requires_grad_(False)
         self.lm.eval()
         self.has_reference = with_reference
+        self.value_head: nn.Linear | None = None
+        if with_value_head:
+            self.value_head = nn.Linear(base.config.get_text_config().hidden_size, 1)
+            for parameter in self.value_head.parameters():
+                nn.init.zeros_(parameter)
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._check_scores()
@@ -181,7 +189,8 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         reference: bool = False,
         positions: Tensor | None = None,
-    ) -> TokenScores:
+        values: Literal["body", "head"] | None = None,
+    ) -> TokenScores | tuple[TokenScores, Tensor]:
         """Log-probabilities and entropies of the response tokens; see :func:`token_scores`.
 
         Args:
@@ -191,6 +200,9 @@ class Policy(nn.Module):
             temperature: Of the distribution.
             reference: Score under the frozen starting point instead; never differentiated.
             positions: Of packed rows, ``[B, P + T]``.
+            values: Give also the value of the state before each token and of the one after the last, ``[B, T + 1]``;
+                of padding they mean nothing. Their gradient goes through the ``body`` of the model, or ends at the
+                value ``head``.
         """
         limits = (self.config.chunk_tokens, positions, self.config.share_prompts)
         arguments = (input_ids, attention_mask, response_mask, temperature, *limits)
@@ -198,7 +210,28 @@ class Policy(nn.Module):
             with torch.no_grad(), self._as_reference() as model:
                 return token_scores(model, *arguments)
         with self._gradient_mode() if torch.is_grad_enabled() else nullcontext():
+            if values is not None:
+                return self._scores_and_values(*arguments, through_body=values == "body")
             return token_scores(self.model, *arguments)
+
+    def _scores_and_values(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        response_mask: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        positions: Tensor | None,
+        share_prompts: bool,
+        through_body: bool,
+    ) -> tuple[TokenScores, Tensor]:
+        if self.value_head is None:
+            raise RuntimeError("This policy was built without a value head; build it with with_value_head=True.")
+        width = response_mask.shape[1]
+        states = final_states(self.model, input_ids, attention_mask, width, positions, share_prompts, with_last=True)
+        scored = (states[:, :-1], input_ids[:, -width:], response_mask, temperature, chunk_tokens)
+        values = scalar_of_states(states if through_body else states.detach(), self.value_head)
+        return scores_of_states(self.model, *scored), values
 
     @contextmanager
     def _as_reference(self) -> Iterator[PreTrainedModel]:

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlalign.models.policy import locate_model
-from rlalign.models.scoring import at_least_float32, position_ids
+from rlalign.models.scoring import position_ids, scalar_of_states
 
 
 class ScalarModel(nn.Module):
@@ -54,7 +54,7 @@ class ScalarModel(nn.Module):
         """
         placed = {"attention_mask": attention_mask.long(), "position_ids": position_ids(attention_mask)}
         hidden = self.lm.base_model(input_ids=input_ids, use_cache=False, **placed).last_hidden_state
-        return at_least_float32(self.head(self.dropout(hidden))).squeeze(-1)
+        return scalar_of_states(self.dropout(hidden), self.head)
 
     @property
     def head(self) -> nn.Module:

@@ -51,6 +51,13 @@ def head_scores(
     return logprobs, entropy
 
 
+def scalar_of_states(states: Tensor, head: nn.Module) -> Tensor:
+    """One number for each final hidden state, ``[..., H] -> [...]``, in float32 or wider under any autocast."""
+    with torch.autocast(states.device.type, enabled=False):
+        scalar: Tensor = head(at_least_float32(states)).squeeze(-1)
+    return scalar
+
+
 def _first_position(mask: Tensor) -> Tensor:
     first = torch.zeros_like(mask)
     first[0, 0] = True
@@ -62,7 +69,9 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.base_model.forward).parameters else "past_key_values"
 
 
-def shared_prompt_states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, num_tokens: int) -> Tensor:
+def shared_prompt_states(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, num_tokens: int, with_last: bool = False
+) -> Tensor:
     """Hidden states that predict the last ``num_tokens`` columns, ``[B, T, H]``, each distinct prompt computed once.
 
     The responses are computed on the prompts' cache, which gradients flow through. But for rounding, the states are
@@ -73,6 +82,7 @@ def shared_prompt_states(model: PreTrainedModel, input_ids: Tensor, attention_ma
         input_ids: Prompt and response, ``[B, P + T]``.
         attention_mask: True on real tokens, ``[B, P + T]``.
         num_tokens: Columns of the response, ``T``.
+        with_last: Also the state after the last column, ``[B, T + 1, H]``.
     """
     positions, mask = position_ids(attention_mask), attention_mask.long()
     width = input_ids.shape[1] - num_tokens
@@ -82,12 +92,91 @@ def shared_prompt_states(model: PreTrainedModel, input_ids: Tensor, attention_ma
     ids, prompt_mask = prompts.split(width, dim=1)
     placed = {"attention_mask": prompt_mask, "position_ids": position_ids(prompt_mask)}
     before = model.base_model(input_ids=ids, **placed, **cached).last_hidden_state[prompt_of_row, -1:]
-    if num_tokens == 1:
+    end = input_ids.shape[1] if with_last else input_ids.shape[1] - 1
+    if end == width:
         return before
     cache.batch_select_indices(prompt_of_row)
-    placed = {"attention_mask": mask[:, :-1], "position_ids": positions[:, width:-1]}
-    after = model.base_model(input_ids=input_ids[:, width:-1], **placed, **cached).last_hidden_state
+    placed = {"attention_mask": mask[:, :end], "position_ids": positions[:, width:end]}
+    after = model.base_model(input_ids=input_ids[:, width:end], **placed, **cached).last_hidden_state
     return torch.cat([before, after], 1)
+
+
+def final_states(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    num_tokens: int,
+    positions: Tensor | None = None,
+    share_prompts: bool = False,
+    with_last: bool = False,
+) -> Tensor:
+    """Final hidden states that predict the last ``num_tokens`` columns, ``[B, T, H]``.
+
+    Args:
+        model: A causal language model of transformers.
+        input_ids: Prompt and response, ``[B, P + T]``.
+        attention_mask: True on real tokens, ``[B, P + T]``; ``None`` for packed rows.
+        num_tokens: Columns of the response, ``T``.
+        positions: Of packed rows, ``[B, P + T]``; from 0 again with every sequence, and none sees another.
+        share_prompts: Compute each distinct prompt once, see :func:`shared_prompt_states`.
+        with_last: Also the state after the last column, ``[B, T + 1, H]``.
+
+    Raises:
+        ValueError: If the response is not shorter than the sequence (a first token has nothing to be predicted from).
+    """
+    if num_tokens >= input_ids.shape[1]:
+        raise ValueError(f"{num_tokens} response tokens leave no prompt in sequences of {input_ids.shape[1]} tokens.")
+    if attention_mask is not None:
+        placed = {"attention_mask": attention_mask.long(), "position_ids": position_ids(attention_mask)}
+    elif positions is not None:
+        placed = {"position_ids": positions}
+    else:
+        raise ValueError("Give an attention mask, or the positions of packed rows.")
+    if share_prompts and attention_mask is not None:
+        return shared_prompt_states(model, input_ids, attention_mask, num_tokens, with_last)
+    states = model.base_model(input_ids=input_ids, use_cache=False, **placed).last_hidden_state
+    return states[:, -num_tokens - 1 :] if with_last else states[:, -num_tokens - 1 : -1]
+
+
+def scores_of_states(
+    model: PreTrainedModel,
+    states: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> TokenScores:
+    """Scores of tokens from the final hidden states that predict them.
+
+    The output layer sees only the positions in the mask, ``chunk_tokens`` of them at a time. With gradients, each
+    chunk's logits are computed again in the backward pass, so at most ``chunk_tokens x V`` of them exist at once.
+
+    Args:
+        model: A causal language model of transformers.
+        states: ``[B, T, H]``.
+        targets: Token ids, ``[B, T]``.
+        mask: True on the tokens to score, ``[B, T]``.
+        temperature: Of the distribution; 0 (greedy) is scored at 1.
+        chunk_tokens: Positions a chunk.
+
+    Returns:
+        Log-probabilities and entropies, float32.
+    """
+    any_token = (keep := mask.bool()).any()
+    # With nothing to score, one position keeps every parameter in the graph, with gradient zero.
+    picked = keep if any_token else _first_position(keep)
+    states, targets = states[picked], targets[picked]
+    head, temperature = model.get_output_embeddings(), temperature or 1.0
+    recompute = torch.is_grad_enabled() and len(targets) > chunk_tokens
+    parts = []
+    for part, target in zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+        arguments = (part, target, head, model.config, temperature)
+        parts.append(checkpoint(head_scores, *arguments, use_reentrant=False) if recompute else head_scores(*arguments))
+    scores = []
+    for values in zip(*parts, strict=True):
+        packed = torch.cat(values) if any_token else torch.cat(values) * 0
+        scores.append(packed.new_zeros(keep.shape).masked_scatter(picked, packed))
+    return TokenScores(*scores)
 
 
 def token_scores(
@@ -102,51 +191,22 @@ def token_scores(
 ) -> TokenScores:
     """Scores of the response tokens, the last ``T`` columns of ``input_ids``.
 
-    The output layer sees only the positions in the mask, ``chunk_tokens`` of them at a time. With gradients, each
-    chunk's logits are computed again in the backward pass, so at most ``chunk_tokens x V`` of them exist at once.
-
     Args:
         model: A causal language model of transformers.
         input_ids: Prompt and response, ``[B, P + T]``.
         attention_mask: True on real tokens, ``[B, P + T]``; ``None`` for packed rows.
         response_mask: True on the tokens to score, ``[B, T]``.
-        temperature: Of the distribution; 0 (greedy) is scored at 1.
-        chunk_tokens: Positions a chunk.
-        positions: Of packed rows, ``[B, P + T]``; from 0 again with every sequence, and none sees another.
-        share_prompts: Compute each distinct prompt once, see :func:`shared_prompt_states`.
+        temperature: See :func:`scores_of_states`.
+        chunk_tokens: See :func:`scores_of_states`.
+        positions: See :func:`final_states`.
+        share_prompts: See :func:`final_states`.
 
     Returns:
         Log-probabilities and entropies, float32.
 
     Raises:
-        ValueError: If the response is not shorter than the sequence (a first token has nothing to be predicted from).
+        ValueError: As :func:`final_states`.
     """
     num_tokens = response_mask.shape[1]
-    if num_tokens >= input_ids.shape[1]:
-        raise ValueError(f"{num_tokens} response tokens leave no prompt in sequences of {input_ids.shape[1]} tokens.")
-    if attention_mask is not None:
-        placed = {"attention_mask": attention_mask.long(), "position_ids": position_ids(attention_mask)}
-    elif positions is not None:
-        placed = {"position_ids": positions}
-    else:
-        raise ValueError("Give an attention mask, or the positions of packed rows.")
-    if share_prompts and attention_mask is not None:
-        hidden = shared_prompt_states(model, input_ids, attention_mask, num_tokens)
-    else:
-        output = model.base_model(input_ids=input_ids, use_cache=False, **placed)
-        hidden = output.last_hidden_state[:, -num_tokens - 1 : -1]
-    any_token = (keep := response_mask.bool()).any()
-    # With nothing to score, one position keeps every parameter in the graph, with gradient zero.
-    picked = keep if any_token else _first_position(keep)
-    states, targets = hidden[picked], input_ids[:, -num_tokens:][picked]
-    head, temperature = model.get_output_embeddings(), temperature or 1.0
-    recompute = torch.is_grad_enabled() and len(targets) > chunk_tokens
-    parts = []
-    for part, target in zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        arguments = (part, target, head, model.config, temperature)
-        parts.append(checkpoint(head_scores, *arguments, use_reentrant=False) if recompute else head_scores(*arguments))
-    scores = []
-    for values in zip(*parts, strict=True):
-        packed = torch.cat(values) if any_token else torch.cat(values) * 0
-        scores.append(packed.new_zeros(keep.shape).masked_scatter(picked, packed))
-    return TokenScores(*scores)
+    states = final_states(model, input_ids, attention_mask, num_tokens, positions, share_prompts)
+    return scores_of_states(model, states, input_ids[:, -num_tokens:], response_mask, temperature, chunk_tokens)

@@ -51,6 +51,12 @@ class RolloutBatch:
     """Of the response tokens under the frozen reference, ``[B, T]``."""
     advantages: Tensor | None = None
     """``[B, 1]`` a response or ``[B, T]`` a token."""
+    values: Tensor | None = None
+    """Predicted return from the state before each response token, before the iteration's first step, ``[B, T]``."""
+    returns: Tensor | None = None
+    """What the value of that state is to become, ``[B, T]``."""
+    replayed: Tensor | None = None
+    """True on the rows that an earlier policy sampled, ``[B]``; ``None`` if there is none."""
     temperature: float = 1.0
     """Of the distribution that was sampled; every log-probability is of this distribution."""
     step_tokens: float = 0.0
@@ -67,6 +73,11 @@ class RolloutBatch:
     def response_lengths(self) -> Tensor:
         """Response tokens of each row, ``[B]``."""
         return self.response_mask.sum(-1)
+
+    @property
+    def fresh_mask(self) -> Tensor:
+        """``loss_mask`` without the rows that are replayed, ``[B, T]``."""
+        return self.loss_mask if self.replayed is None else self.loss_mask & ~self.replayed.unsqueeze(1)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "RolloutBatch":
         """The batch with ``fn`` applied to every tensor."""
