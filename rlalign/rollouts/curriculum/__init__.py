@@ -8,5 +8,14 @@ from rlalign.rollouts.curriculum.base import Curriculum, EveryPromptOnce, resume
 from rlalign.rollouts.curriculum.easy_to_hard import EasyToHard
 from rlalign.rollouts.curriculum.levels import GrowingLevels
 from rlalign.rollouts.curriculum.pools import DifficultyPools
+from rlalign.rollouts.curriculum.strata import StratifiedWorkers
 
-__all__ = ["Curriculum", "DifficultyPools", "EasyToHard", "EveryPromptOnce", "GrowingLevels", "resume"]
+__all__ = [
+    "Curriculum",
+    "DifficultyPools",
+    "EasyToHard",
+    "EveryPromptOnce",
+    "GrowingLevels",
+    "StratifiedWorkers",
+    "resume",
+]

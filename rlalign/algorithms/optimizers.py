@@ -1,0 +1,72 @@
+"""An optimizer that changes its ways after a while."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+
+class AdamThenSGD(AdamW):
+    r"""AdamW for the first steps, then plain gradient descent at a fraction of the rate.
+
+    .. math:: \theta \leftarrow \theta - \alpha f\, (g + \lambda\, \theta) \quad \text{after } n \text{ steps}
+
+    with the rate :math:`\alpha` of the moment (a schedule goes on moving it), the factor :math:`f` and the weight decay
+    :math:`\lambda`. Adam's step is about the size of the rate whatever the gradient is; that of descent is as small as
+    the gradient, so that the policy settles. The moments are dropped at the change, and with them their memory.
+
+    The number of steps is kept with the optimizer's state, so that a resumed run changes where it would have.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: Rate :math:`\alpha` of both.
+        adam_steps: Steps of Adam, 0 or more.
+        sgd_factor: The factor :math:`f`, above 0.
+        betas: Of Adam's moments.
+        eps: Added to Adam's denominator.
+        weight_decay: The decay :math:`\lambda` of both, decoupled.
+
+    Raises:
+        ValueError: If a number is out of bounds.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 3e-4,
+        adam_steps: int = 500,
+        sgd_factor: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if adam_steps < 0 or not sgd_factor > 0:
+            raise ValueError(
+                f"AdamThenSGD: adam_steps must be 0 or more and sgd_factor above 0, got {adam_steps} and {sgd_factor}."
+            )
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        for group in self.param_groups:
+            group |= {"adam_steps": adam_steps, "sgd_factor": sgd_factor, "steps_done": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; the closure is called once."""
+        if all(group["steps_done"] < group["adam_steps"] for group in self.param_groups):
+            loss = super().step(closure)
+        else:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self.state.clear()
+            for group in self.param_groups:
+                rate = group["lr"] * group["sgd_factor"]
+                parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+                if parameters:
+                    torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+                    torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-rate)
+        for group in self.param_groups:
+            group["steps_done"] += 1
+        return loss

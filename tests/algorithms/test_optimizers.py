@@ -1,0 +1,83 @@
+"""Adam at first, descent after: against torch's own, step by step."""
+
+import pytest
+import torch
+
+from rlalign.algorithms.optimizers import AdamThenSGD
+from runs import fit
+
+
+def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(n, generator=generator, dtype=torch.float64)) for n in (3, 5)]
+
+
+def gradient(step: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.sin(torch.arange(like.numel(), dtype=torch.float64) + step)
+
+
+def run(optimizer, weights, steps: range) -> None:
+    for step in steps:
+        for weight in weights:
+            weight.grad = gradient(step, weight)
+        optimizer.step()
+
+
+def test_it_is_adam_and_then_descent_at_a_fraction_of_the_rate():
+    ours, theirs = parameters(), parameters()
+    options = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
+    optimizer = AdamThenSGD(ours, adam_steps=4, sgd_factor=0.1, **options)
+    adam = torch.optim.AdamW(theirs, **options)
+    run(optimizer, ours, range(4))
+    run(adam, theirs, range(4))
+    for mine, his in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, his, atol=0, rtol=0)
+    assert optimizer.state
+    run(optimizer, ours, range(4, 7))
+    for weight in theirs:
+        for step in range(4, 7):
+            weight.data = weight.data - 0.001 * (gradient(step, weight) + 0.1 * weight.data)
+    for mine, his in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, his, atol=1e-15, rtol=0)
+    assert not optimizer.state, "the moments are of no use any more"
+
+
+@pytest.mark.parametrize("stop", [2, 4, 6])
+def test_a_restored_optimizer_changes_where_the_other_would_have_kf75(stop):
+    straight, weights = parameters(), parameters()
+    whole = AdamThenSGD(straight, lr=0.01, adam_steps=4)
+    run(whole, straight, range(8))
+    first = AdamThenSGD(weights, lr=0.01, adam_steps=4)
+    run(first, weights, range(stop))
+    second = AdamThenSGD(weights, lr=0.01, adam_steps=4)
+    second.load_state_dict(first.state_dict())
+    run(second, weights, range(stop, 8))
+    for mine, his in zip(weights, straight, strict=True):
+        torch.testing.assert_close(mine, his, atol=0, rtol=0)
+
+
+def test_a_closure_is_called_once_in_either_way():
+    (weight,) = [torch.nn.Parameter(torch.ones(2))]
+    optimizer, calls = AdamThenSGD([weight], adam_steps=1), []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        weight.grad = torch.ones(2)
+        return 3.0
+
+    assert [optimizer.step(closure), optimizer.step(closure)] == [3.0, 3.0]
+    assert calls == [True, True]
+
+
+def test_a_run_counts_optimizer_steps(tiny_model, prompts_file):
+    options = {"optimizer": lambda p: AdamThenSGD(p, lr=1e-3, adam_steps=3), "step_size": 8}
+    _, _, trainer = fit(tiny_model, prompts_file, trainer={"max_epochs": 2, "gradient_clip_val": 1.0}, **options)
+    (optimizer,) = trainer.optimizers
+    assert optimizer.param_groups[0]["steps_done"] == trainer.global_step == 4
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("bad", [{"adam_steps": -1}, {"sgd_factor": 0.0}])
+def test_bad_numbers_are_refused(bad):
+    with pytest.raises(ValueError, match="AdamThenSGD"):
+        AdamThenSGD(parameters(), **bad)
