@@ -43,21 +43,21 @@ def sentences() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
-        text = _told(error)
+        text = told(error)
         if text is None or os.environ.get(SHOW_TRACEBACK):
             raise
         print(f"rlalign: error: {text}", file=sys.stderr)
         raise SystemExit(1) from error
 
 
-def _told(error: BaseException) -> str | None:
+def told(error: BaseException) -> str | None:
     """The message of an error that was raised to be read by the user."""
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     if isinstance(error, MisconfigurationException) or raised_in.is_relative_to(PACKAGE):
         return str(error)
     if "jsonargparse" in raised_in.parts:  # it wraps what a class says of its arguments
         inner = error.__cause__ or error.__context__
-        return (_told(inner) if inner is not None else None) or explain(str(error), [])
+        return (told(inner) if inner is not None else None) or explain(str(error), [])
     return None
 
 
