@@ -79,7 +79,8 @@ class PairLoss(PolicyModule, ABC):
             values |= {"chosen_reward": rewards[0], "rejected_reward": rewards[1]}
             values |= {"chosen_logprob": chosen, "rejected_logprob": rejected}
             means = {f"{stage}/{name}": masked_mean(value, valid) for name, value in values.items()}
-        self.log_mean(means, int(valid.sum()))
+        if step_pairs:  # alike on all ranks; without a pair there are no means
+            self.log_mean(means, int(valid.sum()))
         return self.step_scale() * loss.sum() / max(step_pairs, 1.0)
 
 

@@ -1,12 +1,12 @@
 """Which column of a data set is the prompt, the answer, the response: recognised as the field writes them."""
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Message = dict[str, Any]
-Text = str | list[Message]
+from rlalign.data.conversations import Message, Text, split_pair, without_prompt
 
 _CANDIDATES: dict[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "problem", "instruction", "query"),
@@ -14,9 +14,17 @@ _CANDIDATES: dict[str, tuple[str, ...]] = {
     "response": ("completion", "response", "solution", "output", "answer"),
     "messages": ("messages",),
     "input": ("input",),
+    "chosen": ("chosen", "chosen_response", "preferred"),
+    "rejected": ("rejected", "rejected_response", "dispreferred"),
+    "margin": ("margin",),
+    "label": ("label",),
 }
-"""Field -> the columns it is known by, the first that exists wins. TRL: prompt, completion, messages; verl: prompt,
-reward_model.ground_truth; GSM8K: question, answer; MATH: problem, solution; Alpaca: instruction, input, output."""
+"""Field -> the columns it is known by, the first that exists wins. TRL: prompt, completion, messages, chosen, rejected,
+margin, label; verl: prompt, reward_model.ground_truth; GSM8K: question, answer; MATH: problem, solution; Alpaca:
+instruction, input, output."""
+
+_GOOD, _BAD = ("true", "1", "1.0"), ("false", "0", "0.0", "-1", "-1.0")
+"""How labels are written."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,8 @@ class Columns:
     """Which column holds which field of a row.
 
     Attributes:
-        mapping: Field (``prompt``, ``answer``, ``response``, ``messages``, ``input``) -> column; a dot enters a nested
-            one.
+        mapping: Field (``prompt``, ``answer``, ``response``, ``messages``, ``input``; of preferences ``chosen``,
+            ``rejected``, ``margin``, ``label``) -> column; a dot enters a nested one.
     """
 
     mapping: Mapping[str, str]
@@ -76,6 +84,52 @@ class Columns:
             return None
         reply = self.response(row)
         return reply[-1].get("content") if reply and not isinstance(reply, str) else None
+
+    def pair(self, row: Mapping[str, Any]) -> tuple[Text, Text, Text]:
+        """Prompt, preferred response and the other one.
+
+        Without a column for the prompt it is what the two conversations have in common at their beginning.
+
+        Raises:
+            UnusablePair: If they say nothing about two responses.
+            ValueError: If a column holds something else than text or messages.
+        """
+        chosen, rejected = self._text(row, "chosen"), self._text(row, "rejected")
+        if "prompt" not in self.mapping:
+            return split_pair(chosen, rejected)
+        prompt = self.prompt(row)
+        return prompt, without_prompt(prompt, chosen), without_prompt(prompt, rejected)
+
+    def margin(self, row: Mapping[str, Any]) -> float:
+        """By how much the preferred response is better; 0 where there is no such column.
+
+        Raises:
+            ValueError: If it is no finite number.
+        """
+        if "margin" not in self.mapping:
+            return 0.0
+        found = lookup(row, self.mapping["margin"])
+        try:
+            margin = float(found)
+        except (TypeError, ValueError):
+            margin = math.nan
+        if not math.isfinite(margin):
+            raise ValueError(f"Column '{self.mapping['margin']}' must hold a finite number, not {found!r}.")
+        return margin
+
+    def label(self, row: Mapping[str, Any]) -> bool:
+        """Whether a response is said to be good: true or 1, against false, 0 or -1.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        found = lookup(row, self.mapping["label"])
+        word = str(found).strip().lower()
+        if word not in _GOOD + _BAD:
+            raise ValueError(
+                f"Column '{self.mapping['label']}' must hold true or false, or 1 and -1 (or 0), not {found!r}."
+            )
+        return word in _GOOD
 
     def _messages(self, row: Mapping[str, Any]) -> list[Message]:
         found = self._text(row, "messages") or []
@@ -129,7 +183,7 @@ def recognise(
     Args:
         column_names: Columns of the data, the nested ones included, as :func:`field_names` gives them.
         overrides: Field -> column, where the recognised one is not the right one; a dot enters a nested column.
-        need: Fields that must be found, of ``prompt``, ``answer``, ``response``, ``messages``.
+        need: Fields that must be found, of those of :class:`Columns`.
         want: Fields that are looked for and may be absent.
 
     Returns:
@@ -161,9 +215,10 @@ def recognise(
     for field in need:
         if not columns.has(field):
             known = ", ".join(_CANDIDATES[field])
+            known += " or messages" if field in ("prompt", "response", "answer") else ""
             raise ValueError(
                 f"No column for '{field}' was recognised: {present}, and '{field}' is known as {known}"
-                f"{' or messages' if field != 'messages' else ''}; name it with columns={{'{field}': COLUMN}}."
+                f"; name it with columns={{'{field}': COLUMN}}."
             )
     return columns
 

@@ -257,8 +257,9 @@ class OfflineDataModule(SeededDataModule, ABC):
         return LazyLoader(batches, -(-len(data) // unit))
 
 
-def pad_rows(rows: Sequence[Sequence[Any]], left: bool = False, fill: Any = 0) -> Tensor:
-    """Rows of numbers as one tensor, ``[B, L]``, with this number where a row is shorter."""
-    width = max(map(len, rows))
-    filled = [[fill] * (width - len(row)) for row in rows]
-    return torch.tensor([[*pad, *row] if left else [*row, *pad] for row, pad in zip(rows, filled, strict=True)])
+def pad_rows(rows: Sequence[Sequence[int]], left: bool = False, fill: int = 0) -> Tensor:
+    """Rows of numbers, or of truth values where ``fill`` is one, as one tensor ``[B, L]``, filled where they end."""
+    width, dtype = max(map(len, rows)), torch.bool if isinstance(fill, bool) else torch.long
+    pads = [[fill] * (width - len(row)) for row in rows]
+    filled = [[*pad, *row] if left else [*row, *pad] for row, pad in zip(rows, pads, strict=True)]
+    return torch.tensor(filled, dtype=dtype).view(len(rows), width)
