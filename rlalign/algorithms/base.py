@@ -35,7 +35,7 @@ class PolicyModule(TrainedModule):
         config = policy if isinstance(policy, PolicyConfig) else PolicyConfig(**policy)
         super().__init__(model=config.model, trust_remote_code=config.trust_remote_code, **kwargs)
         self.policy_config = config
-        self.save_hyperparameters(ignore=["policy", "optimizer", "schedule"])  # those of subclasses, too
+        self.save_hyperparameters(ignore=["policy", "optimizer", "schedule", "annotator"])  # those of subclasses, too
         self.save_hyperparameters({"policy": asdict(config)})
         self.policy: Policy | None = None
         self.needs_reference = False
