@@ -5,7 +5,8 @@ from rlalign.algorithms.dapo import DAPO
 from rlalign.algorithms.dr_grpo import DrGRPO
 from rlalign.algorithms.grpo import GRPO
 from rlalign.algorithms.gspo import GSPO
+from rlalign.algorithms.ppo import PPO
 from rlalign.algorithms.rloo import RLOO
 from rlalign.algorithms.sft import SFT
 
-__all__ = ["CISPO", "DAPO", "GRPO", "GSPO", "RLOO", "SFT", "DrGRPO"]
+__all__ = ["CISPO", "DAPO", "GRPO", "GSPO", "PPO", "RLOO", "SFT", "DrGRPO"]
