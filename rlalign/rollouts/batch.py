@@ -142,6 +142,8 @@ class Rollout:
     """Whether it could not be judged because what judges could not be reached."""
     verified: bool | None = None
     """Whether a second verifier calls it right; ``None`` if there is none, or it could not tell."""
+    score: float | None = None
+    """What ranks candidates says of it, higher is better; ``None`` if nothing does, or it could not."""
 
     @property
     def response(self) -> Response:

@@ -1,7 +1,7 @@
 """Prompts -> responses -> rewards -> minibatches: what every algorithm that learns from rollouts shares."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from rlalign.rollouts.prompts import Prompt, PromptDataset, PromptSource, load_p
 from rlalign.rollouts.ranks import data_parallel, gather_objects
 from rlalign.rollouts.sampling.base import Sampler, SampleRequest, SamplingParams
 from rlalign.rollouts.sampling.local import LocalSampler
-from rlalign.rollouts.scoring import refuse_unscored, score, verify, with_totals
+from rlalign.rollouts.scoring import rank, refuse_unscored, score, verify, with_totals
 from rlalign.rollouts.seeded import SeededDataModule
 from rlalign.rollouts.statistics import composition_statistics, pass_rates, rollout_statistics, scoring_statistics
 from rlalign.rollouts.template import Rendering
@@ -51,6 +51,9 @@ class RolloutDataModule(SeededDataModule):
             judged because what judges (a server, a sandbox) was unavailable.
         val_verifier: A second reward, for held-out responses only: how often it agrees tells whether the first one is
             being gamed (``val/verifier_gap``).
+        ranker: What chooses among the responses to a held-out prompt (best-of-n): any reward, such as a
+            :class:`~rlalign.rewards.learned.LearnedReward`; it is not learned from. A method that learns a value
+            function ranks by that.
         sampling: How responses are drawn; ``max_new_tokens`` bounds them.
         val_sampling: What is different in validation, ``{temperature: 0.6}``, say.
         sampler: What draws them.
@@ -85,6 +88,7 @@ class RolloutDataModule(SeededDataModule):
         correct: str | None = None,
         max_unavailable_share: float = 0.1,
         val_verifier: NamedReward | Callable[..., Any] | None = None,
+        ranker: NamedReward | Callable[..., Any] | None = None,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  (never changed)
         val_sampling: dict[str, Any] | None = None,
         sampler: Sampler | None = None,
@@ -134,6 +138,7 @@ class RolloutDataModule(SeededDataModule):
         self.max_unavailable_share = max_unavailable_share
         self.curriculum = curriculum or EveryPromptOnce()
         self.verifier = None if val_verifier is None else RewardSuite({"val_verifier": val_verifier})
+        self.ranker = None if ranker is None else RewardSuite({"ranker": ranker})
         self.sampling, self.val_sampling = sampling, sampling.changed(val_sampling or {})
         self.sampler: Sampler = sampler or LocalSampler()
         self.prompts_per_iteration, self.group_size = prompts_per_iteration, group_size
@@ -174,8 +179,8 @@ class RolloutDataModule(SeededDataModule):
             exclude=self.val_prompts if split == "train" else None,
         )
         self.rewards.check_columns(prompts.column_names)
-        if split == "val" and self.verifier is not None:
-            self.verifier.check_columns(prompts.column_names)
+        for suite in filter(None, (self.verifier, self.ranker) if split == "val" else ()):
+            suite.check_columns(prompts.column_names)
         return prompts
 
     def _longest_prompt(self, split: Literal["train", "val"]) -> int | None:
@@ -407,3 +412,9 @@ class RolloutDataModule(SeededDataModule):
         if self.verifier is None or self.val_prompts is None or not rollouts:
             return rollouts
         return verify(rollouts, self.val_prompts, self.verifier)
+
+    def rank(self, rollouts: Sequence[Rollout]) -> Sequence[float | None] | None:
+        """What the ranker says of held-out rollouts, ``None`` where it could not score one; ``None`` without a ranker."""
+        if self.ranker is None or self.val_prompts is None:
+            return None
+        return rank(rollouts, self.val_prompts, self.ranker) if rollouts else []

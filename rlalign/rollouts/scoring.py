@@ -87,6 +87,18 @@ def verify(rollouts: list[Rollout], prompts: PromptDataset, verifier: RewardSuit
     ]
 
 
+def rank(rollouts: Sequence[Rollout], prompts: PromptDataset, ranker: RewardSuite) -> list[float | None]:
+    """What a ranker says of each response, higher is better; ``None`` where it could not score one.
+
+    Args:
+        rollouts: Responses to prompts of the data set.
+        prompts: The data set.
+        ranker: A suite of one reward.
+    """
+    scores = ranker([prompts[r.prompt_index].example for r in rollouts], [r.response for r in rollouts])
+    return scores.components[ranker.correct]
+
+
 def refuse_unscored(rollouts: Sequence[Rollout], tallies: Sequence[Tally], iteration: int, max_share: float) -> None:
     """Stop where too much could not be scored: what the rest teaches would not be what was asked for.
 
