@@ -113,8 +113,9 @@ class IterationCheckpoint(Checkpoint):
         self._save(trainer, self.folder / checkpoint_name(done))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write down what the optimizers were configured with when the run began."""
+        """Write down what the optimizers were configured with when the run began, and whether this is its end."""
         checkpoint["optimizer_settings"] = self._settings
+        checkpoint["stopped"] = trainer.should_stop
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take what the run was configured with, to compare."""

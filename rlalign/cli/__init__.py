@@ -14,6 +14,7 @@ COMMANDS = {
     "test": ("rlalign.cli.trainer:main", "The same, under the name of a final test."),
     "predict": ("rlalign.cli.trainer:main", "Write responses to the held-out prompts."),
     "check": ("rlalign.cli.check:main", "Show what the model will see, without training; arguments as for fit."),
+    "pipeline": ("rlalign.cli.pipeline:main", "Run several stages, each from where the one before ended."),
     "export": ("rlalign.cli.export:main", "Turn a checkpoint into a Hugging Face folder."),
 }
 """Command -> where its ``main(argv)`` is, and what it does."""
