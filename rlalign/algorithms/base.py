@@ -6,13 +6,12 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rlalign.algorithms.module import TrainedModule
 from rlalign.functional.divergences import kl_k3
 from rlalign.functional.reductions import Reduction, masked_mean, reduce_loss
-from rlalign.metrics import validation_metrics
+from rlalign.metrics.held_out import held_out_figures, held_out_metrics, sample_and_count
 from rlalign.models.policy import Policy, PolicyConfig
 from rlalign.models.scoring import TokenScores
 from rlalign.rollouts.batch import RolloutBatch
@@ -228,38 +227,19 @@ class RolloutModule(PolicyModule, ABC):
 
     def on_validation_start(self) -> None:
         """Fresh counts."""
-        data = self.data
-        compared = None if data.verifier is None else data.rewards.correct
-        self.val_metrics = validation_metrics(data.val_samples, data.rewards.answers, compared).to(self.device)
+        self.val_metrics = held_out_metrics(self.data, self.device)
 
     def validation_step(self, indices: list[int], batch_idx: int) -> None:
         """Sample responses to held-out prompts and count the right ones."""
-        data = self.data
-        rollouts = data.verify(data.sample_held_out(indices))
-        for start in range(0, len(rollouts), data.val_samples):
-            self.val_metrics.update(rollouts[start : start + data.val_samples])
+        sample_and_count(self.val_metrics, self.data, indices)
 
     def on_validation_epoch_end(self) -> None:
-        """Log exact figures over all ranks; those of a second verifier only where it could score anything.
+        """Log exact figures over all ranks.
 
         Raises:
             RuntimeError: If more of the responses could not be judged than ``data.max_unavailable_share`` allows.
         """
-        data = self.data
-        figures = self.val_metrics.compute()
-        share, allowed = float(figures["unavailable_share"]), data.max_unavailable_share
-        lost = f"{share:.1%} of the held-out responses could not be judged because what judges was unavailable"
-        if share > allowed:
-            raise RuntimeError(
-                f"{lost}, more than data.max_unavailable_share={allowed:g} allows: they would count as wrong. The log "
-                "says what was unavailable: see to it, and go on from the last checkpoint."
-            )
-        if share:
-            rank_zero_warn(f"{lost}; they count as wrong.")
-        unknown = [f"val/{name}" for name, value in figures.items() if value.isnan()]
-        if unknown:
-            rank_zero_warn(f"No held-out response was scored that would tell {' and '.join(unknown)}: not logged.")
-        self.log_dict({f"val/{k}": v for k, v in figures.items() if f"val/{k}" not in unknown}, sync_dist=True)
+        self.log_dict(held_out_figures(self.val_metrics, self.data.max_unavailable_share), sync_dist=True)
 
     on_test_start = on_validation_start
     test_step = validation_step

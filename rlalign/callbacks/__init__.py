@@ -6,6 +6,7 @@ from rlalign.callbacks.coefficients import Controller
 from rlalign.callbacks.entropy import EntropySchedule, EntropyTarget
 from rlalign.callbacks.grad_norm import GradNormBand
 from rlalign.callbacks.guard import Guard
+from rlalign.callbacks.held_out import HeldOutProblems
 from rlalign.callbacks.kl_band import KLBand
 from rlalign.callbacks.plots import CurvePlot
 from rlalign.callbacks.progress import IterationProgress
@@ -22,6 +23,7 @@ __all__ = [
     "EntropyTarget",
     "GradNormBand",
     "Guard",
+    "HeldOutProblems",
     "IterationCheckpoint",
     "IterationProgress",
     "KLBand",

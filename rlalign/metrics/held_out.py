@@ -1,0 +1,45 @@
+"""Held-out prompts: responses sampled, judged and counted, whoever asks for it."""
+
+from collections.abc import Sequence
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from rlalign.metrics.validation import ValidationMetrics, validation_metrics
+from rlalign.rollouts.datamodule import RolloutDataModule
+
+
+def held_out_metrics(data: RolloutDataModule, device: torch.device) -> ValidationMetrics:
+    """The metrics that fit what a data module samples, empty."""
+    compared = None if data.verifier is None else data.rewards.correct
+    return validation_metrics(data.val_samples, data.rewards.answers, compared).to(device)
+
+
+def sample_and_count(metrics: ValidationMetrics, data: RolloutDataModule, indices: Sequence[int]) -> None:
+    """Sample responses to held-out prompts and count the right ones."""
+    rollouts = data.verify(data.sample_held_out(list(indices)))
+    for start in range(0, len(rollouts), data.val_samples):
+        metrics.update(rollouts[start : start + data.val_samples])
+
+
+def held_out_figures(metrics: ValidationMetrics, max_unavailable_share: float) -> dict[str, Tensor]:
+    """Exact figures over all ranks, by names under ``val/``; those of a second verifier only where it scored anything.
+
+    Raises:
+        RuntimeError: If more of the responses could not be judged than allowed.
+    """
+    figures = metrics.compute()
+    share = float(figures["unavailable_share"])
+    lost = f"{share:.1%} of the held-out responses could not be judged because what judges was unavailable"
+    if share > max_unavailable_share:
+        raise RuntimeError(
+            f"{lost}, more than data.max_unavailable_share={max_unavailable_share:g} allows: they would count as "
+            "wrong. The log says what was unavailable: see to it, and go on from the last checkpoint."
+        )
+    if share:
+        rank_zero_warn(f"{lost}; they count as wrong.")
+    unknown = [f"val/{name}" for name, value in figures.items() if value.isnan()]
+    if unknown:
+        rank_zero_warn(f"No held-out response was scored that would tell {' and '.join(unknown)}: not logged.")
+    return {f"val/{k}": v for k, v in figures.items() if f"val/{k}" not in unknown}
