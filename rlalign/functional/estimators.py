@@ -1,7 +1,12 @@
 """What several answers to one problem say about the policy."""
 
+import math
 from collections.abc import Hashable, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,39 +58,134 @@ def pass_at_k_each(n: Tensor, c: Tensor, k: int) -> Tensor:
     return 1 - (1 - right_share).prod(-1)
 
 
-def majority_correct(answers: Sequence[Hashable], correct: Sequence[bool], k: int | None = None) -> float:
-    """How often the commonest of ``k`` answers is right, a tie counting as the share of its answers that are right.
+def best_of_n_correct(scores: Sequence[float | None], correct: Sequence[bool], n: int | None = None) -> float:
+    r"""How often the best-scored of ``n`` answers is right, exactly: the mean over all subsets of ``n`` of those given.
 
-    Source: Wang et al. 2023 (self-consistency, https://arxiv.org/abs/2203.11171).
+    With the answers in groups of equal score, ``N_s`` of them scored at most ``s``, and ``c_s`` the share of those
+    scored exactly ``s`` that are right:
+
+    .. math:: \sum_s c_s \Big[\binom{N_s}{n} - \binom{N_{s-}}{n}\Big] \Big/ \binom{N}{n}
+
+    Sources: best-of-n by a verifier, Cobbe et al. 2021 (https://arxiv.org/abs/2110.14168); its estimate from more than
+    ``n`` samples, Nakano et al. 2021, section 3 (https://arxiv.org/abs/2112.09332).
 
     Args:
-        answers: The answers to one problem as they are compared with each other; None is no answer and has no vote.
-        correct: Whether each is right. Where equal answers are judged differently, they count by their mean.
-        k: Votes of one ballot, a divisor of the number of answers; one ballot of all of them by default. The ballots
-            are consecutive and share no answer, so that their mean is unbiased for ``k`` fresh answers.
+        scores: Of each answer, higher is better, ``[N]``. ``None``, NaN and ``-inf`` stand for answers that could not
+            be scored: one is only picked where none of the ``n`` was.
+        correct: Whether each answer is right, ``[N]``.
+        n: Answers to choose from, ``1 <= n <= N``; all of them by default.
 
     Returns:
-        The mean over the ballots, in ``[0, 1]``; a ballot without any answer counts 0.
+        The expected share of right picks, in ``[0, 1]``; of answers that tie for the best each is picked equally often.
 
     Raises:
-        ValueError: If there are no answers, their number differs from that of ``correct``, or ``k`` does not divide it.
+        ValueError: If there are no answers, their number differs from that of ``correct``, or ``n`` is out of range.
     """
-    if not answers or len(answers) != len(correct):
-        raise ValueError(f"Expected one verdict for each of at least one answer, got {len(answers)}, {len(correct)}.")
-    k = len(answers) if k is None else k
-    if k < 1 or len(answers) % k:
-        raise ValueError(f"majority@{k}: k must divide the {len(answers)} answers.")
-    ballots = range(0, len(answers), k)
-    return sum(_ballot(answers[i : i + k], correct[i : i + k]) for i in ballots) / len(ballots)
+    n = _size("best@", scores, correct, n)
+    verdicts: dict[float, list[bool]] = {}
+    for score, is_right in zip(scores, correct, strict=True):
+        key = -math.inf if score is None or math.isnan(score) else float(score)
+        verdicts.setdefault(key, []).append(bool(is_right))
+    expected, below = Fraction(0), 0
+    for score in sorted(verdicts):
+        group = verdicts[score]
+        chosen = math.comb(below + len(group), n) - math.comb(below, n)
+        expected += Fraction(chosen * sum(group), len(group))
+        below += len(group)
+    return float(expected / math.comb(len(correct), n))
 
 
-def _ballot(answers: Sequence[Hashable], correct: Sequence[bool]) -> float:
-    votes: dict[Hashable, list[bool]] = {}
+def majority_correct(answers: Sequence[Hashable], correct: Sequence[bool], n: int | None = None) -> float:
+    r"""How often the commonest of ``n`` answers is right, exactly: the mean over all subsets of ``n`` of those given.
+
+    A tie counts as the mean of the answers that tie. Where equal answers are judged differently, they count by their
+    mean. A subset is drawn as one where every answer takes part with probability ``n / N``, given that ``n`` do: then
+    the answers' votes are independent, and their numbers follow from one product of polynomials for each number of
+    votes that can win.
+
+    Source of the vote: Wang et al. 2023 (self-consistency, https://arxiv.org/abs/2203.11171).
+
+    Args:
+        answers: The answers to one problem as they are compared with each other, ``[N]``; None is no answer and has no
+            vote.
+        correct: Whether each is right, ``[N]``.
+        n: Answers that vote, ``1 <= n <= N``; all of them by default.
+
+    Returns:
+        The expected share of right winners, in ``[0, 1]``; a vote without any answer counts 0.
+
+    Raises:
+        ValueError: If there are no answers, their number differs from that of ``correct``, or ``n`` is out of range.
+    """
+    n = _size("majority@", answers, correct, n)
+    verdicts: dict[Hashable, list[bool]] = {}
     for answer, is_right in zip(answers, correct, strict=True):
         if answer is not None:
-            votes.setdefault(answer, []).append(bool(is_right))
-    if not votes:
+            verdicts.setdefault(answer, []).append(bool(is_right))
+    shares = {answer: sum(group) / len(group) for answer, group in verdicts.items()}
+    if not verdicts:
         return 0.0
-    most = max(map(len, votes.values()))
-    winners = [sum(verdicts) / most for verdicts in votes.values() if len(verdicts) == most]
-    return sum(winners) / len(winners)
+    if n == len(answers):
+        most = max(map(len, verdicts.values()))
+        winners = [shares[answer] for answer, group in verdicts.items() if len(group) == most]
+        return sum(winners) / len(winners)
+    silent = len(answers) - sum(map(len, verdicts.values()))
+    counts = [(len(group), shares[answer]) for answer, group in verdicts.items()]
+    most = min(n, max(size for size, _ in counts))
+    won = math.fsum(_won_with(votes, counts, silent, n, n / len(answers)) for votes in range(1, most + 1))
+    return min(won / _binomial(len(answers), n / len(answers))[n], 1.0)
+
+
+def _size(what: str, answers: Sequence[Any], correct: Sequence[bool], n: int | None) -> int:
+    if not answers or len(answers) != len(correct):
+        raise ValueError(f"Expected one verdict for each of at least one answer, got {len(answers)}, {len(correct)}.")
+    n = len(answers) if n is None else n
+    if not 1 <= n <= len(answers):
+        raise ValueError(f"{what}{n} needs at least 1 and at most the {len(answers)} answers that there are.")
+    return n
+
+
+def _won_with(votes: int, counts: Sequence[tuple[int, float]], silent: int, n: int, share: float) -> float:
+    """Chance that ``n`` answers take part and the most votes of any are so many, times the winners' share of right.
+
+    Args:
+        votes: Of the winner.
+        counts: Of each answer, how often it was given and how often that is right.
+        silent: Answers without a vote.
+        n: Answers that take part.
+        share: Chance of each to take part.
+    """
+    ties = n // votes
+    # By number of winners and of answers that take part: the chance, and that times the winners' summed shares.
+    chance, right = np.zeros((ties + 1, n + 1)), np.zeros((ties + 1, n + 1))
+    chance[0, : min(silent, n) + 1] = _binomial(silent, share)[: n + 1]
+    for size, right_share in counts:
+        of_size = _binomial(size, share)
+        new_chance, new_right = np.zeros_like(chance), np.zeros_like(right)
+        for taken in range(min(size, votes - 1, n) + 1):
+            new_chance[:, taken:] += of_size[taken] * chance[:, : n + 1 - taken]
+            new_right[:, taken:] += of_size[taken] * right[:, : n + 1 - taken]
+        if size >= votes:
+            before = chance[:-1, : n + 1 - votes]
+            new_chance[1:, votes:] += of_size[votes] * before
+            new_right[1:, votes:] += of_size[votes] * (right[:-1, : n + 1 - votes] + right_share * before)
+        chance, right = new_chance, new_right
+    return float((right[1:, n] / np.arange(1, ties + 1)).sum())
+
+
+@lru_cache(maxsize=4096)
+def _binomial(size: int, share: float) -> np.ndarray:
+    """Chance that 0, 1, ..., ``size`` of so many take part, ``[size + 1]``."""
+    log_factorial = [math.lgamma(i + 1) for i in range(size + 1)]
+    return np.array(
+        [
+            math.exp(
+                log_factorial[size]
+                - log_factorial[i]
+                - log_factorial[size - i]
+                + i * math.log(share)
+                + (size - i) * math.log1p(-share)
+            )
+            for i in range(size + 1)
+        ]
+    )

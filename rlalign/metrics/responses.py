@@ -3,13 +3,14 @@
 A metric that has seen nothing is 0, with ``count`` 0: a rank without data must not turn the others' figures into NaN.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from rlalign.functional.estimators import majority_correct, pass_at_k_each
+from rlalign.functional.estimators import best_of_n_correct, majority_correct, pass_at_k_each
 
 
 class Mean(Metric):
@@ -70,10 +71,10 @@ class MajorityAtK(Mean):
     Source: :func:`rlalign.functional.estimators.majority_correct`.
 
     Args:
-        k: Votes of a ballot; a divisor of the number of responses.
+        k: Answers that vote.
 
     Raises:
-        ValueError: If ``k`` is below 1; from ``update``, if it does not divide the responses.
+        ValueError: If ``k`` is below 1; from ``update``, if a prompt has fewer than ``k`` responses.
     """
 
     def __init__(self, k: int) -> None:
@@ -90,6 +91,44 @@ class MajorityAtK(Mean):
             correct: Which are right, ``[n]``, bool.
         """
         self.add(torch.tensor([majority_correct(answers, correct.tolist(), self.k)], dtype=torch.float64))
+
+
+class BestOfN(Mean):
+    """How often the best-scored of ``n`` responses is right, mean over prompts; ties count by their mean.
+
+    Source: :func:`rlalign.functional.estimators.best_of_n_correct`.
+
+    Args:
+        n: Responses to choose from.
+
+    Raises:
+        ValueError: If ``n`` is below 1; from ``update``, if a prompt has fewer than ``n`` responses.
+    """
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        if n < 1:
+            raise ValueError(f"best@n needs n >= 1, got {n}.")
+        self.n = n
+
+    def update(self, scores: Sequence[float | None], correct: Tensor) -> None:
+        """Add the responses to one prompt.
+
+        Args:
+            scores: What the ranker says of each, ``[N]``; ``None`` where it could not tell.
+            correct: Which are right, ``[N]``, bool.
+        """
+        self.add(torch.tensor([best_of_n_correct(scores, correct.tolist(), self.n)], dtype=torch.float64))
+
+
+class UnrankedRate(Mean):
+    """Share of the responses that the ranker could not score; they are not chosen while there are others."""
+
+    higher_is_better = False
+
+    def update(self, scores: Sequence[float | None]) -> None:
+        """Add the responses to one prompt, ``[N]``."""
+        self.add(torch.tensor([score is None or not math.isfinite(score) for score in scores]))
 
 
 class MeanLength(Mean):

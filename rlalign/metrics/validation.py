@@ -6,7 +6,16 @@ from typing import Any, cast
 import torch
 from torchmetrics import MetricCollection
 
-from rlalign.metrics.responses import MajorityAtK, MeanLength, PassAtK, TruncationRate, UnavailableRate, UnscoredRate
+from rlalign.metrics.responses import (
+    BestOfN,
+    MajorityAtK,
+    MeanLength,
+    PassAtK,
+    TruncationRate,
+    UnavailableRate,
+    UnrankedRate,
+    UnscoredRate,
+)
 from rlalign.metrics.verifier import UnverifiedRate, VerifierGap, VerifierPass
 from rlalign.rewards.base import Response
 from rlalign.rollouts.batch import Rollout
@@ -23,9 +32,17 @@ class ValidationMetrics(MetricCollection):
             their prefill.
         compared: Name of the reward that tells right from wrong, where a second verifier is to be compared with it;
             adds ``verifier_pass@1``, ``verifier_gap`` and ``verifier_unscored_share``.
+        is_ranked: Whether responses have scores to choose by; adds ``unranked_share`` and, with several samples,
+            ``best@k`` beside ``pass@k`` and ``majority@k``, for ``k`` = ``n`` and every power of two below.
     """
 
-    def __init__(self, num_samples: int, read_answers: ReadAnswers | None = None, compared: str | None = None) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        read_answers: ReadAnswers | None = None,
+        compared: str | None = None,
+        is_ranked: bool = False,
+    ) -> None:
         metrics: dict[str, Any] = {
             "pass@1": PassAtK(1),
             "length_mean": MeanLength(),
@@ -33,11 +50,12 @@ class ValidationMetrics(MetricCollection):
             "unscored_share": UnscoredRate(),
             "unavailable_share": UnavailableRate(),
         }
-        if num_samples > 1:
-            metrics |= {
-                f"pass@{num_samples}": PassAtK(num_samples),
-                f"majority@{num_samples}": MajorityAtK(num_samples),
-            }
+        sizes = sizes_up_to(num_samples)[1:]
+        for k in sizes if is_ranked else sizes[-1:]:
+            metrics |= {f"pass@{k}": PassAtK(k), f"majority@{k}": MajorityAtK(k)}
+            metrics |= {f"best@{k}": BestOfN(k)} if is_ranked else {}
+        if is_ranked:
+            metrics["unranked_share"] = UnrankedRate()
         if compared is not None:
             metrics |= {
                 "verifier_pass@1": VerifierPass(),
@@ -61,6 +79,7 @@ class ValidationMetrics(MetricCollection):
             unavailable=torch.tensor([r.unavailable for r in rollouts], device=device),
             unscored=torch.tensor([r.reward is None for r in rollouts], device=device),
             answers=self.read_answers([r.response for r in rollouts]),
+            scores=[r.score for r in rollouts],
             **self._comparison(rollouts, device),
         )
 
@@ -76,8 +95,13 @@ class ValidationMetrics(MetricCollection):
         }
 
 
+def sizes_up_to(num_samples: int) -> list[int]:
+    """The powers of two below the number of samples, and that number."""
+    return [1 << i for i in range((num_samples - 1).bit_length())] + [num_samples]
+
+
 def validation_metrics(
-    num_samples: int, read_answers: ReadAnswers | None = None, compared: str | None = None
+    num_samples: int, read_answers: ReadAnswers | None = None, compared: str | None = None, is_ranked: bool = False
 ) -> ValidationMetrics:
     """The metrics of validation, empty."""
-    return ValidationMetrics(num_samples, read_answers, compared)
+    return ValidationMetrics(num_samples, read_answers, compared, is_ranked)

@@ -414,7 +414,7 @@ class RolloutDataModule(SeededDataModule):
         return verify(rollouts, self.val_prompts, self.verifier)
 
     def rank(self, rollouts: Sequence[Rollout]) -> Sequence[float | None] | None:
-        """What the ranker says of held-out rollouts, ``None`` where it could not score one; ``None`` without a ranker."""
+        """What the ranker says of held-out rollouts, ``None`` where it could not tell; ``None`` alone without one."""
         if self.ranker is None or self.val_prompts is None:
             return None
         return rank(rollouts, self.val_prompts, self.ranker) if rollouts else []

@@ -4,7 +4,16 @@ from math import comb
 import pytest
 import torch
 
-from rlalign.metrics import MajorityAtK, MeanLength, PassAtK, TruncationRate, UnscoredRate, validation_metrics
+from rlalign.metrics import (
+    BestOfN,
+    MajorityAtK,
+    MeanLength,
+    PassAtK,
+    TruncationRate,
+    UnrankedRate,
+    UnscoredRate,
+    validation_metrics,
+)
 from rlalign.rewards import ExactMatch, RewardSuite
 from rlalign.rollouts.batch import Rollout
 
@@ -82,7 +91,9 @@ def test_rates():
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-@pytest.mark.parametrize("metric", [PassAtK(2), MajorityAtK(2), MeanLength(), TruncationRate(), UnscoredRate()])
+@pytest.mark.parametrize(
+    "metric", [PassAtK(2), MajorityAtK(2), BestOfN(2), MeanLength(), TruncationRate(), UnscoredRate(), UnrankedRate()]
+)
 def test_nothing_seen_is_zero_and_no_nan(metric):
     assert metric.compute().item() == 0.0
     assert metric.count.item() == 0
@@ -97,16 +108,18 @@ def test_reset_forgets():
 
 
 def test_bad_k():
-    for metric in (PassAtK, MajorityAtK):
-        with pytest.raises(ValueError, match="k >= 1, got 0"):
+    for metric in (PassAtK, MajorityAtK, BestOfN):
+        with pytest.raises(ValueError, match=r"[kn] >= 1, got 0"):
             metric(0)
     with pytest.raises(ValueError, match="pass@3 needs"):
         PassAtK(3).update(torch.tensor([True, False]))
     with pytest.raises(ValueError, match="majority@3"):
         MajorityAtK(3).update(["1", "2"], torch.tensor([True, False]))
+    with pytest.raises(ValueError, match="best@3"):
+        BestOfN(3).update([1.0, 2.0], torch.tensor([True, False]))
 
 
-def rollout(text, correct, tokens, truncated=False, reward=0.0, prefill=""):
+def rollout(text, correct, tokens, truncated=False, reward=0.0, prefill="", score=None):
     ids = torch.zeros(tokens, dtype=torch.int32)
     return Rollout(
         prompt_index=0,
@@ -120,6 +133,7 @@ def rollout(text, correct, tokens, truncated=False, reward=0.0, prefill=""):
         reward=reward,
         correct=correct,
         components={},
+        score=score,
     )
 
 
@@ -150,6 +164,43 @@ def test_validation_with_one_sample_and_other_votes():
     metrics = validation_metrics(3, read_answers=lambda texts: [text[-1] for text in texts])
     metrics.update([rollout("so 4", True, 1), rollout("thus 4", True, 1), rollout("5", False, 1)])
     assert metrics.compute()["majority@3"].item() == 1.0
+
+
+def test_what_validation_reports_where_responses_are_ranked():
+    texts = [("4", True, 2.0), ("5", False, 1.0), ("5", False, None), ("6", False, -1.0)]
+    metrics = validation_metrics(4, is_ranked=True)
+    metrics.update([rollout(text, correct, 2, score=score) for text, correct, score in texts])
+    values = {name: value.item() for name, value in metrics.compute().items()}
+    assert values == {
+        "pass@1": 0.25,
+        "pass@2": 0.5,
+        "majority@2": 0.25,
+        "best@2": 0.5,  # the right one, which is scored best, is in half of the pairs
+        "pass@4": 1.0,
+        "majority@4": 0.0,
+        "best@4": 1.0,
+        "unranked_share": 0.25,
+        "length_mean": 2.0,
+        "truncated_share": 0.0,
+        "unscored_share": 0.0,
+        "unavailable_share": 0.0,
+    }
+    assert "best@1" not in validation_metrics(1, is_ranked=True)
+    assert not any(name.startswith("best") for name in validation_metrics(4))
+
+
+def test_best_of_n_over_ranks_is_the_mean_over_prompts():
+    ranks = [BestOfN(2), BestOfN(2), BestOfN(2)]
+    ranks[0].update([1.0, 0.0, 0.5], torch.tensor([True, False, False]))  # 2 of 3 pairs
+    ranks[0].update([0.0, None, None], torch.tensor([True, False, True]))  # 2 of 3 pairs, and half of one
+    ranks[1].update([0.0, 1.0], torch.tensor([True, False]))  # the third rank has nothing
+    assert merged(*ranks).compute().item() == pytest.approx((2 / 3 + (2 + 0.5) / 3 + 0) / 3)
+
+
+def test_scores_that_are_none_or_not_finite_are_counted():
+    metric = UnrankedRate()
+    metric.update([1.0, None, float("nan"), float("-inf")])
+    assert metric.compute().item() == 0.75
 
 
 def test_the_vote_counts_what_the_prompt_put_into_the_response_kf50():
