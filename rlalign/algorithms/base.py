@@ -1,7 +1,7 @@
 """What every algorithm shares: a policy and, where it learns from rollouts, how these are scored."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from rlalign.algorithms.module import TrainedModule
 from rlalign.functional.divergences import kl_k3
 from rlalign.functional.reductions import Reduction, masked_mean, reduce_loss
-from rlalign.metrics.held_out import held_out_figures, held_out_metrics, sample_and_count
+from rlalign.metrics.held_out import held_out_figures, held_out_metrics, sample_and_count, sample_ranked
 from rlalign.models.policy import Policy, PolicyConfig
 from rlalign.models.scoring import TokenScores
-from rlalign.rollouts.batch import RolloutBatch
+from rlalign.rollouts.batch import Rollout, RolloutBatch
 from rlalign.rollouts.ranks import data_parallel, gather_objects, run_seed, sum_over_ranks
 
 
@@ -225,13 +225,26 @@ class RolloutModule(PolicyModule, ABC):
 
     # ---- validation --------------------------------------------------------------------------------------------------
 
+    def rank(self, rollouts: Sequence[Rollout]) -> Sequence[float | None] | None:
+        """How good responses to held-out prompts look to what chooses among them: to ``data.ranker``.
+
+        A method that learns a value function overrides this. Every rank calls it equally often, if need be without
+        rollouts.
+
+        Returns:
+            A number for each, higher is better, ``None`` where it could not be scored; ``None`` alone where nothing
+            ranks, whatever the rollouts.
+        """
+        scores: Sequence[float | None] | None = self.data.rank(rollouts)
+        return scores
+
     def on_validation_start(self) -> None:
         """Fresh counts."""
-        self.val_metrics = held_out_metrics(self.data, self.device)
+        self.val_metrics = held_out_metrics(self.data, self.device, self.rank)
 
     def validation_step(self, indices: list[int], batch_idx: int) -> None:
         """Sample responses to held-out prompts and count the right ones."""
-        sample_and_count(self.val_metrics, self.data, indices)
+        sample_and_count(self.val_metrics, self.data, indices, self.rank)
 
     def on_validation_epoch_end(self) -> None:
         """Log exact figures over all ranks.
@@ -246,5 +259,5 @@ class RolloutModule(PolicyModule, ABC):
     on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, indices: list[int], batch_idx: int) -> list[Any]:
-        """Responses to held-out prompts."""
-        return list(self.data.sample_held_out(indices))
+        """Responses to held-out prompts, with their scores where something ranks them."""
+        return list(sample_ranked(self.data, indices, self.rank))

@@ -1,24 +1,40 @@
 """Held-out prompts: responses sampled, judged and counted, whoever asks for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rlalign.metrics.validation import ValidationMetrics, validation_metrics
+from rlalign.rollouts.batch import Rollout
 from rlalign.rollouts.datamodule import RolloutDataModule
 
+Rank = Callable[[Sequence[Rollout]], Sequence[float | None] | None]
 
-def held_out_metrics(data: RolloutDataModule, device: torch.device) -> ValidationMetrics:
-    """The metrics that fit what a data module samples, empty."""
+
+def held_out_metrics(data: RolloutDataModule, device: torch.device, rank: Rank | None = None) -> ValidationMetrics:
+    """The metrics that fit what a data module samples and what ranks it, by default ``data.rank``; empty."""
     compared = None if data.verifier is None else data.rewards.correct
-    return validation_metrics(data.val_samples, data.rewards.answers, compared).to(device)
+    is_ranked = (rank or data.rank)([]) is not None
+    return validation_metrics(data.val_samples, data.rewards.answers, compared, is_ranked).to(device)
 
 
-def sample_and_count(metrics: ValidationMetrics, data: RolloutDataModule, indices: Sequence[int]) -> None:
+def sample_ranked(data: RolloutDataModule, indices: Sequence[int], rank: Rank | None = None) -> list[Rollout]:
+    """Responses to held-out prompts, ``val_samples`` to each, with their scores where something ranks them."""
+    rollouts = data.sample_held_out(list(indices))
+    scores = (rank or data.rank)(rollouts)
+    if scores is None:
+        return rollouts
+    return [replace(rollout, score=score) for rollout, score in zip(rollouts, scores, strict=True)]
+
+
+def sample_and_count(
+    metrics: ValidationMetrics, data: RolloutDataModule, indices: Sequence[int], rank: Rank | None = None
+) -> None:
     """Sample responses to held-out prompts and count the right ones."""
-    rollouts = data.verify(data.sample_held_out(list(indices)))
+    rollouts = data.verify(sample_ranked(data, indices, rank))
     for start in range(0, len(rollouts), data.val_samples):
         metrics.update(rollouts[start : start + data.val_samples])
 
