@@ -42,6 +42,14 @@ class RenderedRows(ABC):
 
     Raises:
         ValueError: If a row is malformed (the message has its number), or none is left.
+
+    Attributes:
+        kept: Which rows are left; ``N`` of them.
+        dropped: Reason -> number of rows.
+        lengths: Tokens of the longest sequence of each, ``[N]``.
+        counts: Tokens that the loss counts, ``[N]``.
+        prompt_of: Number of its prompt, ``[N]``.
+        prompt_lengths: Tokens of its prompt, ``[N]``.
     """
 
     def __init__(
@@ -55,9 +63,10 @@ class RenderedRows(ABC):
         self.rows, self.columns = rows, columns
         self.kept: list[int] = []
         self.dropped: Counter[str] = Counter()
-        self.prompts: set[tuple[int, ...]] = set()
-        """Token ids of the prompts that are kept."""
-        sizes: list[tuple[int, int]] = []
+        self.prompts: dict[tuple[int, ...], int] = {}
+        """Token ids of the prompts that are kept, each with its number."""
+        self.max_tokens = max_tokens
+        sizes: list[tuple[int, ...]] = []
         for index in range(len(rows)):
             try:
                 found = self.measure(index)
@@ -70,12 +79,12 @@ class RenderedRows(ABC):
             elif found.prompt in held_out:
                 self.dropped["among the held-out ones"] += 1
             else:
-                self.prompts.add(found.prompt)
+                number = self.prompts.setdefault(found.prompt, len(self.prompts))
                 self.kept.append(index)
-                sizes.append((found.length, found.counted))
+                sizes.append((found.length, found.counted, number, len(found.prompt)))
         if not self.kept:
             raise ValueError(f"No {noun} is left of {len(rows)}; dropped: {dict(self.dropped)}.")
-        self.lengths, self.counts = torch.tensor(sizes).unbind(1)
+        self.lengths, self.counts, self.prompt_of, self.prompt_lengths = torch.tensor(sizes).unbind(1)
 
     @abstractmethod
     def measure(self, row: int) -> Measured | str:
