@@ -1,7 +1,6 @@
 """The commands that need a trainer: fit, validate, test, predict."""
 
 import difflib
-import json
 import os
 import signal
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from rlalign.checkpoints import iterations_of
 from rlalign.cli.errors import Parser, sentences
 from rlalign.cli.folders import choose_checkpoint, choose_folder, is_launched, refuse_other_run
 from rlalign.cli.output import Farewell, be_quiet, changes
+from rlalign.cli.predictions import CheckPick, Pick, write_predictions
 from rlalign.rollouts.ranks import gather_objects
 from rlalign.run_folder import CONFIG, RunLogger, claim, make_folder, release, write_atomically
 
@@ -118,6 +118,14 @@ class TrainerCLI(LightningCLI):
         parser.add_argument("--run", type=str | None, default=None, help="Name of the run: its folder is runs/NAME.")
         parser.set_defaults({"data": {"class_path": "RolloutDataModule"}})
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
+        """Add what is of one command only."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "predict":
+            text = "What is written: all responses, or one a prompt, by the ranker (best) or by majority."
+            parser.add_argument("--pick", type=Pick, default="all", help=text)
+        return parser
+
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse what was given; Lightning would warn that a program that gives arguments has some of its own."""
         self.config = parser.parse_args(args)
@@ -189,11 +197,13 @@ class TrainerCLI(LightningCLI):
         return loggers or False
 
     def predict(self, **kwargs: Any) -> None:
-        """Write the responses, those of all ranks, to ``predictions.jsonl``."""
+        """Write the responses, those of all ranks, or those picked among them."""
+        pick = self.options.pick
+        self.trainer.callbacks.append(CheckPick(pick))  # type: ignore[attr-defined]
         batches: list[Any] = self.trainer.predict(**kwargs) or []
         rollouts = gather_rollouts(self.trainer, [r for batch in batches for r in batch])
         if self.trainer.is_global_zero:
-            write_predictions(self.folder / "predictions.jsonl", rollouts)
+            write_predictions(self.folder, rollouts, pick, self.datamodule.rewards.answers)
 
 
 def refuse_missing_configs(args: Sequence[str]) -> None:
@@ -233,15 +243,6 @@ def gather_rollouts(trainer: Trainer, rollouts: list[Any]) -> list[Any]:
     # Ranks that hold parts of one layer have the same ones.
     found = {(r.prompt_index, r.sample_index): r for part in parts for r in part}
     return [found[key] for key in sorted(found)]
-
-
-def write_predictions(path: Path, rollouts: Sequence[Any]) -> None:
-    """A line of JSON a response."""
-    fields = ("prompt_index", "sample_index", "text", "reward", "correct", "truncated", "components")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps({name: getattr(r, name) for name in fields}, ensure_ascii=False) for r in rollouts)
-    write_atomically(path, "".join(f"{line}\n" for line in lines))
-    print(f"{len(rollouts)} responses in {path}")
 
 
 def main(argv: Sequence[str]) -> int:

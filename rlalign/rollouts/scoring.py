@@ -15,14 +15,11 @@ from rlalign.rollouts.sampling.base import Completion
 from rlalign.rollouts.template import decode_response
 
 
-def score(
-    prompts: Sequence[tuple[Prompt, int]],
-    completions: Sequence[Completion],
-    rewards: RewardSuite,
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[Rollout]:
-    """One rollout to each pair of prompt and sample number; nothing is normalised yet."""
-    responses = [
+def responses_of(
+    prompts: Sequence[Prompt], completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase
+) -> list[Response]:
+    """Each completion as rewards take it, ``completions[i]`` being one to ``prompts[i]``."""
+    return [
         Response(
             decode_response(tokenizer, c.token_ids),
             num_tokens=len(c.token_ids),
@@ -30,8 +27,18 @@ def score(
             prefill=prompt.prefill,
             token_ids=c.token_ids,
         )
-        for c, (prompt, _) in zip(completions, prompts, strict=True)
+        for c, prompt in zip(completions, prompts, strict=True)
     ]
+
+
+def score(
+    prompts: Sequence[tuple[Prompt, int]],
+    completions: Sequence[Completion],
+    rewards: RewardSuite,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Rollout]:
+    """One rollout to each pair of prompt and sample number; nothing is normalised yet."""
+    responses = responses_of([prompt for prompt, _ in prompts], completions, tokenizer)
     scores = rewards([prompt.example for prompt, _ in prompts], responses)
     return [
         Rollout(
