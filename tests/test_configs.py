@@ -17,6 +17,7 @@ ALGORITHMS = sorted(set(CONFIGS.glob("*.yaml")) - {BASE, CURRICULUM})
 TINY = sorted(CONFIGS.glob("tiny/*.yaml"))
 STRATEGIES = sorted(CONFIGS.glob("strategies/*.yaml"))
 SMOLLM2 = sorted(CONFIGS.glob("smollm2/*.yaml"))
+PIPELINES = sorted(CONFIGS.glob("pipelines/*.yaml"))  # tests/cli/test_pipeline.py
 TASKS = sorted(CONFIGS.glob("tasks/*.yaml"))
 SHORT = [
     "--trainer.max_epochs=1",
@@ -42,7 +43,8 @@ def parse(capsys, *configs: Path) -> dict:
 
 
 def test_every_file_has_a_test():
-    known = {BASE, CURRICULUM, *ALGORITHMS, *TINY, *TASKS, *STRATEGIES, *SMOLLM2, *CONFIGS.glob("sweeps/*.yaml")}
+    known = {BASE, CURRICULUM, *ALGORITHMS, *TINY, *TASKS, *STRATEGIES, *SMOLLM2, *PIPELINES}
+    known |= set(CONFIGS.glob("sweeps/*.yaml"))
     assert {name_of(path) for path in CONFIGS.rglob("*.y*ml")} == {name_of(path) for path in known}
     assert {"grpo", "dapo"} <= {path.stem for path in TINY}
     assert {path.name for path in ALGORITHMS} == {path.name for path in TINY}, "each method has both files"
