@@ -66,11 +66,11 @@ class PairLoss(PolicyModule, ABC):
         Returns:
             A scalar, scaled so that what trainer and strategy divide by leaves exactly the step's mean.
         """
-        chosen, rejected = _in_pairs(sequence_logprobs(logprobs, mask, self.token_reduction))
+        chosen, rejected = in_pairs(sequence_logprobs(logprobs, mask, self.token_reduction))
         ref_chosen = ref_rejected = None
         if ref_logprobs is not None:
-            ref_chosen, ref_rejected = _in_pairs(sequence_logprobs(ref_logprobs, mask, self.token_reduction))
-        valid = torch.stack(_in_pairs(mask.any(-1))).all(0)
+            ref_chosen, ref_rejected = in_pairs(sequence_logprobs(ref_logprobs, mask, self.token_reduction))
+        valid = torch.stack(in_pairs(mask.any(-1))).all(0)
         loss = self.pair_loss(Pairs(chosen, rejected, ref_chosen, ref_rejected, valid))
         with torch.no_grad():
             rewards = self.pair_rewards(chosen, ref_chosen), self.pair_rewards(rejected, ref_rejected)
@@ -123,7 +123,7 @@ class DPOLoss(PairLoss):
         return implicit_rewards(logprobs, ref_logprobs, self.beta)
 
 
-def _in_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+def in_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     """Those of the preferred responses and of the others, each ``[B]``, from ``[2B]``."""
     chosen, rejected = values.unflatten(0, (-1, 2)).unbind(1)
     return chosen, rejected

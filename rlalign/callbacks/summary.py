@@ -63,21 +63,23 @@ def estimate_memory(module: Any, data: Any = None) -> dict[str, int]:
     """Bytes of what is sure to exist on one device: weights, gradients, optimizer (two moments), logits, cache.
 
     Args:
-        module: With a ``policy``.
+        module: What is trained; of one without a ``policy`` no logits exist.
         data: Where responses are sampled, the data module; its widest prompt and longest response bound the cache.
     """
     parameters = list(module.parameters())
     trained = [p for p in parameters if p.requires_grad]
     reference = [p for n, p in module.named_parameters() if ".reference." in n]
-    config = module.policy.model.config.get_text_config()
     used = {
         "weights": _bytes(parameters) - _bytes(reference),
         "reference": _bytes(reference),
         "gradients": _bytes(trained),
         "optimizer": 2 * _bytes(trained),
-        # Two copies in float32: the logits of a chunk and their softmax.
-        "logits": 2 * 4 * module.policy_config.chunk_tokens * config.vocab_size,
     }
+    if not hasattr(module, "policy"):
+        return {name: value for name, value in used.items() if value}
+    config = module.policy.model.config.get_text_config()
+    # Two copies in float32: the logits of a chunk and their softmax.
+    used["logits"] = 2 * 4 * module.policy_config.chunk_tokens * config.vocab_size
     if data is not None:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

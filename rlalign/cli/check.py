@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rlalign.cli.errors import sentences
 from rlalign.cli.trainer import TrainerCLI
+from rlalign.data.labelled import LabelledBatch
+from rlalign.data.preferences import PreferenceBatch
 from rlalign.rollouts.batch import Rollout
 from rlalign.rollouts.datamodule import RolloutDataModule
 
@@ -53,10 +56,28 @@ def show_rollout(console: Console, model: Any, data: RolloutDataModule) -> None:
 
 
 def show_batch(console: Console, model: Any, batch: Any) -> None:
-    """The first row of a batch of demonstrations: its tokens, those that the loss counts marked."""
+    """The first demonstration of a batch, or the first responses with what is said of them."""
     batch = getattr(batch, "batch", batch)
-    ids, counted = batch.input_ids[0].tolist(), batch.loss_mask[0].tolist()
-    console.rule("first demonstration; what the loss counts is bold")
+    if isinstance(batch, PreferenceBatch):
+        margin = "" if batch.margin is None else f", margin {float(batch.margin[0]):g}"
+        titles = [f"first pair: the preferred response{margin}", "first pair: the other response"]
+    elif isinstance(batch, LabelledBatch):
+        assert batch.desirable is not None
+        titles = [f"response labelled {'good' if good else 'bad'}" for good in batch.desirable[:2]]
+    else:
+        titles = ["first demonstration"]
+    for row, title in enumerate(titles):
+        show_row(console, model, batch, row, title)
+
+
+def show_row(console: Console, model: Any, batch: Any, row: int, title: str) -> None:
+    """A row of a batch without its padding: its tokens, those that the loss counts marked."""
+    ids, counted = batch.input_ids[row], batch.loss_mask[row]
+    mask = getattr(batch, "attention_mask", None)
+    real = torch.ones_like(ids).bool() if mask is None else mask[row]
+    counted = torch.cat([counted.new_zeros(len(ids) - len(counted)), counted])[real].tolist()
+    ids = ids[real].tolist()
+    console.rule(f"{title}; what the loss counts is bold")
     text = Text()
     for token, is_counted in zip(ids, counted, strict=True):
         text.append(model.tokenizer.decode([token]), style="bold green" if is_counted else "dim")

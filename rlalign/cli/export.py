@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 from rlalign.checkpoints import newest_whole
 from rlalign.cli.errors import sentences
 from rlalign.models.policy import Policy, PolicyConfig, locate_model
-
-PREFIX = "policy."
+from rlalign.models.scalar import ScalarModel
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -36,43 +35,61 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch says "not a checkpoint" in many types of exception
         raise ValueError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
-    if not isinstance(checkpoint, dict) or "policy" not in checkpoint.get("hyper_parameters", {}):
+    known = checkpoint.get("hyper_parameters", {}) if isinstance(checkpoint, dict) else {}
+    if "policy" not in known and known.get("kind") != "reward_model":
         raise ValueError(f"{path} is not a checkpoint of rlalign: it does not say which policy it holds.")
     return checkpoint
 
 
-def export(checkpoint_path: Path, out: Path, adapter: bool = False) -> None:
-    """Write the policy of a checkpoint, with its tokenizer, as ``from_pretrained`` reads it.
+def export(checkpoint_path: Path, out: Path, adapter: bool = False) -> str:
+    """Write the model of a checkpoint, with its tokenizer, as ``from_pretrained`` reads it.
 
     Args:
         checkpoint_path: A checkpoint, or a run's folder, whose newest is taken.
         out: The folder to write; must be empty or not exist.
         adapter: Write the LoRA adapter alone; by default it is merged into the weights.
 
+    Returns:
+        What loads the folder.
+
     Raises:
-        ValueError: If ``adapter`` is asked of a policy without one, or the checkpoint does not fit its own policy.
+        ValueError: If ``adapter`` is asked of a model without one, or the checkpoint does not fit its own model.
         FileExistsError: If ``out`` has something in it.
     """
     checkpoint = load_checkpoint(checkpoint_path)
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; choose another folder.")
-    config = PolicyConfig(**checkpoint["hyper_parameters"]["policy"])
-    if adapter and not config.uses_lora:
+    known = checkpoint["hyper_parameters"]
+    config = PolicyConfig(**known["policy"]) if "policy" in known else None
+    if adapter and not (config and config.uses_lora):
         raise ValueError(f"{checkpoint_path} was trained without LoRA, so there is no adapter; leave --adapter out.")
-    policy = Policy(config)
-    ours = policy.state_dict()
-    theirs = {k.removeprefix(PREFIX): v for k, v in checkpoint["state_dict"].items() if k.startswith(PREFIX)}
-    missing = [name for name, value in ours.items() if name not in theirs or theirs[name].shape != value.shape]
-    if missing:
-        raise ValueError(
-            f"{checkpoint_path} does not hold the weights of {config.model}: {missing[0]} is missing or differs."
-        )
-    policy.load_state_dict({name: theirs[name] for name in ours})
-    model = policy.lm
+    name, code = (config.model, config.trust_remote_code) if config else (known["model"], known["trust_remote_code"])
+    tokenizer = AutoTokenizer.from_pretrained(locate_model(name), trust_remote_code=code)
+    module: Policy | ScalarModel = Policy(config) if config else ScalarModel(name, trust_remote_code=code)
+    holds_not = f"{checkpoint_path} does not hold the weights of {name}"
+    _load_weights(module, checkpoint, "policy." if config else "scorer.", holds_not)
+    model: Any = module.lm
     if isinstance(model, PeftModel) and not adapter:
         model = model.merge_and_unload()
+    if config is None:
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(str(out))
-    AutoTokenizer.from_pretrained(locate_model(config.model)).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return "AutoModelForCausalLM.from_pretrained" if config else "the reward LearnedReward"
+
+
+def _load_weights(module: Policy | ScalarModel, checkpoint: dict[str, Any], prefix: str, message: str) -> None:
+    """Fill a model with the weights of a checkpoint, which may hold more than these.
+
+    Raises:
+        ValueError: If one is missing or of another shape.
+    """
+    ours, saved = module.state_dict(), checkpoint["state_dict"]
+    theirs = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+    missing = [name for name, value in ours.items() if name not in theirs or theirs[name].shape != value.shape]
+    if missing:
+        raise ValueError(f"{message}: {missing[0]} is missing or differs.")
+    module.load_state_dict({name: theirs[name] for name in ours})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,6 +100,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--adapter", action="store_true", help="The LoRA adapter alone, not merged.")
     arguments = parser.parse_args(argv[1:])
     with sentences():
-        export(arguments.checkpoint, arguments.out, arguments.adapter)
-    print(f"{arguments.out}: load it with AutoModelForCausalLM.from_pretrained.")
+        loader = export(arguments.checkpoint, arguments.out, arguments.adapter)
+    print(f"{arguments.out}: load it with {loader}.")
     return 0
