@@ -38,12 +38,18 @@ class PolicyModule(TrainedModule):
         self.save_hyperparameters({"policy": asdict(config)})
         self.policy: Policy | None = None
         self.needs_reference = False
+        self.moves_reference = False
+        """Set by a callback in ``setup``: the reference is to be moved."""
         self.needs_value_head = False
 
     def build(self) -> None:
         """The policy, and the reference where one is needed."""
         self.policy = Policy(
-            self.policy_config, self.needs_reference, run_seed(self.trainer), with_value_head=self.needs_value_head
+            self.policy_config,
+            self.needs_reference,
+            run_seed(self.trainer),
+            with_value_head=self.needs_value_head,
+            moves_reference=self.moves_reference,
         )
         if self.device_mesh is not None:
             self.policy.shard(self.device_mesh["data_parallel"])

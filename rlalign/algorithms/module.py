@@ -56,6 +56,7 @@ class TrainedModule(LightningModule, ABC):
         """Longest sequence that the model knows, prompt and response."""
         self._is_built = False
         self._skip_update = False
+        self._terms: dict[str, Callable[[int], Tensor | None]] = {}
 
     @property
     def data(self) -> Any:
@@ -165,6 +166,27 @@ class TrainedModule(LightningModule, ABC):
         if self.trainer.strategy.handles_gradient_accumulation:  # DeepSpeed divides by it once more
             accumulate *= accumulate
         return float(accumulate * data_parallel(self.trainer)[1])
+
+    def add_loss(self, name: str, term: Callable[[int], Tensor | None]) -> None:
+        """Add a term to the loss of every minibatch, within the training step; called by a callback in ``setup``.
+
+        Args:
+            name: Of the term; the same name again replaces it.
+            term: Given the number of the minibatch, a scalar that is scaled like the loss, see :meth:`step_scale`, or
+                ``None``. Ranks must agree whether there is one.
+        """
+        if not self._terms:
+            step = self.training_step
+
+            def with_terms(batch: Any, batch_idx: int) -> Any:
+                loss: Any = step(batch, batch_idx)
+                for each in self._terms.values():
+                    if (value := each(batch_idx)) is not None:
+                        loss = loss + value
+                return loss
+
+            self.training_step = with_terms  # type: ignore[method-assign]
+        self._terms[name] = term
 
     def dropout_seed(self, batch_idx: int) -> None:
         """Where dropout is asked for, make it a function of seed, iteration, minibatch and rank."""

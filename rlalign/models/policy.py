@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlalign.assets import resolve
+from rlalign.models.reference import add_reference_adapter
 from rlalign.models.scoring import TokenScores, final_states, scalar_of_states, scores_of_states, token_scores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -128,10 +129,17 @@ class Policy(nn.Module):
         with_reference: Keep what is needed to score under the frozen starting point.
         seed: Decides the first weights of new adapters.
         with_value_head: Have a head that makes a value of each final hidden state; it starts from zero.
+        moves_reference: Let new adapters have a reference with weights of its own, for
+            :func:`~rlalign.models.reference.update_reference`; else theirs is the model without them.
     """
 
     def __init__(
-        self, config: PolicyConfig, with_reference: bool = False, seed: int = 0, with_value_head: bool = False
+        self,
+        config: PolicyConfig,
+        with_reference: bool = False,
+        seed: int = 0,
+        with_value_head: bool = False,
+        moves_reference: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -156,6 +164,8 @@ class Policy(nn.Module):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 self.lm = get_peft_model(base, lora)
+                if with_reference and moves_reference:
+                    add_reference_adapter(self.lm, lora)
         else:
             self.lm = base
             if with_reference:
@@ -239,7 +249,7 @@ class Policy(nn.Module):
             raise RuntimeError("This policy was built without a reference; build it with with_reference=True.")
         if self.reference is not None:
             yield self.reference
-        elif self.config.adapter is not None:
+        elif "reference" in cast(PeftModel, self.lm).peft_config:
             adapters: Any = cast(PeftModel, self.lm).base_model
             adapters.set_adapter("reference", inference_mode=True)
             try:
