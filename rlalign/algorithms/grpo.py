@@ -1,6 +1,7 @@
 """Group Relative Policy Optimization."""
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -108,15 +109,19 @@ class GRPO(RolloutModule):
         loss = clipped_surrogate(logprobs, old_logprobs, advantages, mask, *ranges)
         return loss, *clip_fractions(logprobs, old_logprobs, advantages, mask, *ranges)
 
+    def token_loss(self, batch: RolloutBatch, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What :meth:`surrogate` gives for the tokens of a batch."""
+        assert batch.advantages is not None
+        return self.surrogate(logprobs, old, batch.advantages, batch.loss_mask)
+
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """The loss of one minibatch."""
-        assert batch.advantages is not None
         self.dropout_seed(batch_idx)
-        mask = batch.loss_mask
+        mask, fresh = batch.loss_mask, batch.fresh_mask  # no KL, entropy or metric of what is replayed
         logprobs, entropy = self.score(batch)
         # Where an iteration is a single step the current policy is the one that sampled: a ratio of 1, with a gradient.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        loss, low, high = self.surrogate(logprobs, old, batch.advantages, mask)
+        loss, low, high = self.token_loss(batch, logprobs, old)
         if self.importance_cap is not None and batch.sampler_logprobs is not None:
             loss = loss * truncated_importance_weights(old, batch.sampler_logprobs, mask, self.importance_cap)
         metrics = {"policy_loss": loss, "entropy": entropy, "clip_low": low.float(), "clip_high": high.float()}
@@ -126,9 +131,9 @@ class GRPO(RolloutModule):
             kl = self.kl_estimator(logprobs, anchor)
             metrics["kl_ref" if self.kl_to == "reference" else "kl_anchor"] = kl
             if self.kl_coef and self.kl_in_loss:
-                loss = loss + self.kl_coef * kl
+                loss = loss + self.kl_coef * torch.where(fresh, kl, 0.0)
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * entropy
-        self.token_metrics(batch, loss=loss, **metrics)
+            loss = loss - self.entropy_coef * torch.where(fresh, entropy, 0.0)
+        self.token_metrics(replace(batch, loss_mask=fresh), loss=loss, **metrics)
         self.log_advantages(batch)
         return self.reduce(torch.where(mask, loss, 0.0), batch)

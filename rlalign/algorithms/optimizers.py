@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import AdamW
 
 
@@ -63,10 +62,9 @@ class AdamThenSGD(AdamW):
             self.state.clear()
             for group in self.param_groups:
                 rate = group["lr"] * group["sgd_factor"]
-                parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]
-                if parameters:
-                    torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-                    torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-rate)
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.mul_(1 - rate * group["weight_decay"]).add_(parameter.grad, alpha=-rate)
         for group in self.param_groups:
             group["steps_done"] += 1
         return loss

@@ -62,6 +62,44 @@ def group_advantages(
     return advantages.masked_fill(no_signal.unsqueeze(1), 0).flatten()
 
 
+def shrunk_baselines(
+    rewards: Tensor, group_size: int, prior: Tensor, prior_samples: float, valid: Tensor | None = None
+) -> Tensor:
+    r"""What is expected of each response: the mean of the others to its prompt, drawn to an estimate from elsewhere.
+
+    .. math:: b_i = \frac{n_0 v_i + \sum_{j \ne i} r_j}{n_0 + n - 1}
+
+    The estimate counts as :math:`n_0` further responses: with 0 it is the leave-one-out baseline, and with one response
+    a prompt the estimate itself. The baseline of a response does not depend on its own reward, so that the policy
+    gradient stays without bias.
+
+    Args:
+        rewards: One reward per response, ``[B]``; the samples of one prompt are adjacent.
+        group_size: Samples per prompt, a divisor of ``B``.
+        prior: The estimate :math:`v` for each response's prompt, ``[B]``.
+        prior_samples: The weight :math:`n_0`, 0 or more.
+        valid: False where a response has no usable reward, ``[B]``; it takes no part in the others' baselines.
+
+    Returns:
+        Baselines, ``[B]``, without gradient; the estimate where there is nothing else.
+
+    Raises:
+        ValueError: If shapes disagree, ``group_size`` does not divide ``B``, or the weight is negative.
+    """
+    if rewards.ndim != 1 or prior.shape != rewards.shape or group_size < 1 or len(rewards) % group_size:
+        shapes = f"{list(rewards.shape)} and {list(prior.shape)} with groups of {group_size}"
+        raise ValueError(f"Expected rewards and estimates of one shape [B], in whole groups, got {shapes}.")
+    if not prior_samples >= 0:
+        raise ValueError(f"prior_samples must be 0 or more, got {prior_samples}.")
+    is_valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
+    own = rewards.detach().masked_fill(~is_valid, 0).view(-1, group_size)
+    counted = is_valid.view(-1, group_size).to(own.dtype)
+    others = (own.sum(1, keepdim=True) - own).flatten()
+    weight = prior_samples + (counted.sum(1, keepdim=True) - counted).flatten()
+    baseline = (prior_samples * prior + others) / weight.clamp(min=torch.finfo(own.dtype).tiny)
+    return torch.where(weight > 0, baseline, prior)
+
+
 def constant_groups(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
     """Which groups carry no signal: all valid rewards equal, or fewer than two of them.
 
