@@ -4,12 +4,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from rlalign.algorithms.critic import CriticModule
+from rlalign.callbacks.coefficients import load_coefficients, save_coefficients
 from rlalign.functional.divergences import kl_k2, kl_k3
 from rlalign.functional.off_policy import kl_from_old, log_ratio_to_old
 from rlalign.functional.policy_losses import truncated_importance_weights
@@ -28,7 +29,8 @@ KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
 class ActorCritic(CriticModule):
     """A policy that learns by the advantages of its value function, which learns to predict its returns.
 
-    A subclass says what the loss of the policy is (:meth:`policy_loss`).
+    A subclass says what the loss of the policy is (:meth:`policy_loss`), and may move coefficients of its own after
+    each iteration (:meth:`adapt`).
 
     Args:
         vf_coef: Weight of the value loss.
@@ -46,6 +48,9 @@ class ActorCritic(CriticModule):
     Raises:
         ValueError: If an option is out of bounds.
     """
+
+    adapted: ClassVar[tuple[str, ...]] = ()
+    """Attributes that :meth:`adapt` moves; they travel in the checkpoint."""
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class ActorCritic(CriticModule):
         self.kl_coef, self.entropy_coef = kl_coef, entropy_coef  # callbacks move these
         self.kl_to, self.kl_in, self.kl_estimator = kl_to, kl_in, KL_ESTIMATORS[kl_estimator]
         self.needs_reference = kl_coef > 0 and kl_to == "reference"
+        self.needs_kl_step = bool(self.adapted)
 
     @property
     def kl_in_reward(self) -> float:
@@ -108,8 +114,8 @@ class ActorCritic(CriticModule):
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         policy_loss, found = self.policy_loss(batch, logprobs, old)
         if self.importance_cap is not None and batch.sampler_logprobs is not None:
-            cap = self.importance_cap
-            policy_loss = policy_loss * truncated_importance_weights(old, batch.sampler_logprobs, batch.loss_mask, cap)
+            inputs = (old, batch.sampler_logprobs, batch.loss_mask, self.importance_cap)
+            policy_loss = torch.where(batch.fresh_mask, truncated_importance_weights(*inputs), 1.0) * policy_loss
         kl_loss, of_kl = self.regularizer(batch, logprobs, old)
         value_loss, is_clipped = clipped_value_loss(
             values[:, :-1], batch.values, batch.returns, batch.loss_mask, self.value_clip
@@ -124,3 +130,22 @@ class ActorCritic(CriticModule):
         )
         self.log_advantages(batch)
         return self.reduce(torch.where(batch.loss_mask, loss, 0.0), batch)
+
+    def adapt(self, kl: float) -> None:
+        """Move coefficients after an iteration of this ``train/kl_step``, alike on all ranks; by default nothing."""
+
+    def kl_step(self, probe: RolloutBatch) -> float:
+        """As :meth:`RolloutModule.kl_step`; and adapt to it, unless it is broken."""
+        kl = super().kl_step(probe)
+        if math.isfinite(kl):
+            self.adapt(kl)
+        return kl
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the coefficients that were adapted."""
+        save_coefficients(self, checkpoint, self.adapted)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with the coefficients of the run that is resumed."""
+        super().on_load_checkpoint(checkpoint)
+        load_coefficients(self, checkpoint, self.adapted)
