@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from rlalign.algorithms.base import RolloutModule
+from rlalign.algorithms.base import PolicyModule, RolloutModule
 from rlalign.functional.advantages import gae, token_rewards, whiten
 from rlalign.functional.reductions import masked_mean
 from rlalign.functional.value_losses import explained_variance
@@ -81,14 +81,7 @@ class CriticModule(RolloutModule):
         super().build()
         if self.needs_value_head:
             return
-        config, name = self.policy_config, self.critic_model or self.policy_config.model
-        trust = config.trust_remote_code
-        tokenizer = AutoTokenizer.from_pretrained(locate_model(name), trust_remote_code=trust)
-        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            raise ValueError(f"critic_model={name} has another vocabulary than policy.model={config.model}.")
-        self.critic = ScalarModel(name, seed=run_seed(self.trainer), trust_remote_code=trust)
-        if self.device_mesh is not None:
-            self.critic.shard(self.device_mesh["data_parallel"])
+        self.critic = scalar_beside(self, "critic_model", self.critic_model)
 
     def parameter_groups(self) -> Iterable[Any]:
         """Two groups: the policy's parameters, and the critic's with their rate."""
@@ -187,3 +180,26 @@ class CriticModule(RolloutModule):
         assert rollouts.returns is not None
         advantages = (rollouts.returns - rollouts.values).masked_fill(~rollouts.loss_mask, 0.0)
         return whiten(advantages, rollouts.loss_mask) if self.whiten_advantages else advantages
+
+
+def scalar_beside(module: PolicyModule, option: str, name: str | None, dropout: float = 0.0) -> ScalarModel:
+    """A model with one number a token, beside a policy: placed on the ranks as that is.
+
+    Args:
+        module: Has the policy.
+        option: Name of the option that says what it starts from.
+        name: What it starts from; by default what the policy starts from.
+        dropout: See :class:`~rlalign.models.scalar.ScalarModel`.
+
+    Raises:
+        ValueError: If it comes with another vocabulary than the policy's.
+    """
+    config = module.policy_config
+    name, trust = name or config.model, config.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(locate_model(name), trust_remote_code=trust)
+    if tokenizer.get_vocab() != module.tokenizer.get_vocab():
+        raise ValueError(f"{option}={name} has another vocabulary than policy.model={config.model}.")
+    model = ScalarModel(name, dropout, run_seed(module.trainer), trust)
+    if module.device_mesh is not None:
+        model.shard(module.device_mesh["data_parallel"])
+    return model
