@@ -1,6 +1,7 @@
 """What the scripts that compare runs share: arms, each trained with several seeds, and what became of them."""
 
 import csv
+import hashlib
 import json
 import os
 import shutil
@@ -54,7 +55,7 @@ class Result:
 
 
 def run_all(folder: str, arms: Sequence[Arm], seeds: Sequence[int], jobs: int) -> dict[str, list[Result]]:
-    """Train every arm with every seed; what has been done in an earlier call is not done again.
+    """Train every arm with every seed; what has been done in an earlier call, by the same files, is not done again.
 
     Args:
         folder: Under ``runs/``; delete it to begin anew.
@@ -73,10 +74,11 @@ def run_one(folder: str, arm: Arm, seed: int) -> Result:
     name = f"{folder}/{arm.name}-{seed}"
     words = [*(part for config in arm.configs for part in ("--config", str(config))), f"--seed_everything={seed}"]
     words += [f"--{option}" for option in arm.options]
+    of = {"words": words, "files": [hashlib.sha256(path.read_bytes()).hexdigest() for path in arm.configs]}
     kept = RUNS / f"{name}.json"
     if kept.exists():
         found = json.loads(kept.read_text())
-        if found.pop("words") == words:
+        if found.pop("of") == of:
             return Result(**found)
     shutil.rmtree(RUNS / name, ignore_errors=True)
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,7 @@ def run_one(folder: str, arm: Arm, seed: int) -> Result:
     start, seconds = map(float, log.read_text().splitlines()[-1].split())
     curve = read_metric(RUNS / name / METRICS, arm.metric)
     result = Result(arm.name, seed, start, curve, curve[-1][0], seconds, usage.ru_maxrss / 1024)
-    write_atomically(kept, json.dumps({**asdict(result), "words": words}))
+    write_atomically(kept, json.dumps({**asdict(result), "of": of}))
     shutil.rmtree(RUNS / name / CHECKPOINTS, ignore_errors=True)
     print(f"{arm.name} seed {seed}: {start:.3f} -> {result.end:.3f}, {result.tokens:,.0f} tokens", flush=True)
     return result

@@ -72,15 +72,19 @@ def row(name: str, results: Sequence[Result], reference: Sequence[Result] | None
     return f"| {' | '.join(cells)} |"
 
 
+def machine(jobs: int) -> str:
+    """What the runs ran on."""
+    return f"{platform.machine()}, {os.cpu_count()} cores, no GPU, one thread a run, {jobs} runs at a time"
+
+
 def page(found: dict[str, list[Result]], budget: int, jobs: int) -> str:
     """``docs/learning.md``."""
     seeds = len(next(iter(found.values())))
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, no GPU, one thread a run, {jobs} runs at a time"
     lines = [
         "# Does it learn?",
         "",
         f"Every method on the embedded model and its held-out arithmetic, {seeds} seeds each, by",
-        f"`python scripts/learning.py --seeds {seeds} --budget {budget}`, on {machine}.",
+        f"`python scripts/learning.py --seeds {seeds} --budget {budget}`, on {machine(jobs)}.",
         "",
         f"Every run ends with the iteration in which it has spent {budget:,} tokens: response tokens sampled, and",
         "response tokens trained on. The rate is constant after its warm-up, as each file of `configs/tiny/` has it;",
