@@ -78,7 +78,7 @@ def page(found: list[list[Result]], budget: int, jobs: int) -> str:
     lines = [
         "# DAPO's ladder, small",
         "",
-        f"What DAPO adds to GRPO, one on top of the other, on the embedded model: {seeds} seeds, {budget:,} tokens each",
+        f"What DAPO adds to GRPO, one on top of the other, on the embedded model: {seeds} seeds, {budget:,} tokens",
         f"(sampled and trained on), by `python scripts/ladder.py --seeds {seeds} --budget {budget}`,",
         f"on {machine(jobs)}.",
         "Held-out pass@1 at the end, means with 95% t intervals; differences pair the seeds.",
@@ -95,9 +95,9 @@ def page(found: list[list[Result]], budget: int, jobs: int) -> str:
         lines.append(f"| {' | '.join([*cells, '', ''][:4])} |")
     lines += [
         "",
-        "The paper's own ladder (32B parameters, AIME 2024, avg@32) is 30, 36, 38, 41, 42, 50. The embedded answers have",
-        f"at most four tokens of the {MAX_TOKENS} allowed: hardly any is cut, and the two rungs about length have next to",
-        "nothing to do here. Dynamic sampling pays for the groups that it turns down out of the same budget.",
+        "The paper's own ladder (32B parameters, AIME 2024, avg@32) is 30, 36, 38, 41, 42, 50. The embedded answers",
+        f"have at most four tokens of the {MAX_TOKENS} allowed: hardly any is cut, and the rungs about length have next",
+        "to nothing to do here. Dynamic sampling pays for the groups that it turns down out of the same budget.",
         "",
         "![pass@1 over tokens](img/ladder.png)",
     ]
