@@ -96,8 +96,8 @@ def page(found: list[list[Result]], budget: int, jobs: int) -> str:
     lines += [
         "",
         "The paper's own ladder (32B parameters, AIME 2024, avg@32) is 30, 36, 38, 41, 42, 50. The embedded answers",
-        f"have at most four tokens of the {MAX_TOKENS} allowed: hardly any is cut, and the rungs about length have next",
-        "to nothing to do here. Dynamic sampling pays for the groups that it turns down out of the same budget.",
+        f"have at most four tokens of the {MAX_TOKENS} allowed: hardly any is cut, and the rungs about length have",
+        "next to nothing to do here. Dynamic sampling pays for the groups that it turns down out of the same budget.",
         "",
         "![pass@1 over tokens](img/ladder.png)",
     ]
