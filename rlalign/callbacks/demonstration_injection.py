@@ -24,11 +24,11 @@ _DEMONSTRATIONS = 0x64656D6F
 class DemonstrationInjection(Callback):
     """Adds a share of demonstrations to what a policy learns from: every so many optimizer steps, some new ones.
 
-    After every ``period`` optimizer steps of the policy, demonstrations fall due: ``share`` times the sequences that the policy has
-    learned from in these steps. The following steps learn from them beside their own data, at most ``per_step`` in
-    each, until none is due: to the step's loss comes ``weight`` times their mean negative log-likelihood, over the
-    tokens of their responses. No demonstration is drawn twice before all were drawn once. Steps without a token, or of
-    another part of the module than its policy, neither count nor learn from them.
+    After every ``period`` optimizer steps of the policy, demonstrations fall due: ``share`` times the sequences that
+    the policy has learned from in these steps. The following steps learn from them beside their own data, at most
+    ``per_step`` in each, until none is due: to the step's loss comes ``weight`` times their mean negative
+    log-likelihood, over the tokens of their responses. No demonstration is drawn twice before all were drawn once.
+    Steps without a token, or of another part of the module than its policy, neither count nor learn from them.
 
     The loss does not depend on how a step is cut into minibatches and ranks. Draws are a function of the run's seed and
     of how many were drawn before. Logs ``train/demonstrations`` and ``train/demonstration_loss``; all counts are in the
@@ -67,7 +67,7 @@ class DemonstrationInjection(Callback):
                 "DemonstrationInjection: expected 0 < share <= 1, weight > 0, period >= 1 and per_step >= 1, got "
                 f"{share}, {weight}, {period} and {per_step}."
             )
-        self.source, self.share, self.period = demonstrations, share, period
+        self.demonstrations, self.share, self.period = demonstrations, share, period
         self.per_step, self.weight = per_step, weight
         self.columns, self.system_prompt, self.max_tokens = columns, system_prompt, max_tokens
         self.rendering: Rendering = rendering
@@ -105,7 +105,7 @@ class DemonstrationInjection(Callback):
     def _load(self, trainer: Trainer, module: Any) -> Demonstrations:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self.seed = int(data.seed)
-        source = parse_source(self.source) if isinstance(self.source, str) else self.source
+        source = parse_source(self.demonstrations) if isinstance(self.demonstrations, str) else self.demonstrations
         rows = source.rows("train", 0, self.seed)
         if not len(rows):
             raise ValueError(f"DemonstrationInjection: {source} has no rows.")

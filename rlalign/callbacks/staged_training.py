@@ -118,9 +118,8 @@ class StagedTraining(Callback):
             elif stage.monitor not in trainer.callback_metrics and (
                 validated(trainer) or not trainer.enable_validation
             ):
-                raise ValueError(
-                    f"Stage {stage.name} monitors '{stage.monitor}', which is not logged; logged are {', '.join(values)}."
-                )
+                logged = ", ".join(values)
+                raise ValueError(f"Stage {stage.name} monitors '{stage.monitor}', which is not logged, but {logged}.")
         if over:
             self.number += 1
             self._start_stage()

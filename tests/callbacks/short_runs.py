@@ -73,10 +73,9 @@ def run(
     """Train for some iterations, with a checkpoint after each; returns trainer, module, data and warnings."""
     lightning.seed_everything(seed)
     algorithm = GRPO(
-        policy=PolicyConfig(model),
         optimizer=lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.0),
         schedule=lambda o: WarmupSchedule(o, warmup_steps=2, shape="linear", total_steps=40),
-        **{"kl_coef": 0.0, **(module or {})},
+        **{"policy": PolicyConfig(model), "kl_coef": 0.0, **(module or {})},
     )
     data_settings = {"prompts_per_iteration": 2, "group_size": 4, "rewards": {"length": length_reward}, **(data or {})}
     items = data_settings["prompts_per_iteration"] * data_settings["group_size"]

@@ -14,6 +14,11 @@ WRITTEN = [
     ("GradNormBand", {"action_high": "rollback", "max_rollbacks": 1, "kl_factor": 2.0}),
     ("RewardMonitor", {"swing": None, "collapse_action": ["rollback"], "lr_factor": 0.4}),
     ("SampleTable", {"rows": 3}),
+    ("TokenBudget", {"max_tokens": 100}),
+    ("DynamicClipRange", {"target": 0.03, "max_factor": 3.0}),
+    ("KLFloor", {"minimum": 0.01, "max_steps": 3}),
+    ("ReferenceSync", {"every": 5, "alpha": 0.6}),
+    ("DemonstrationInjection", {"demonstrations": "some.jsonl", "share": 0.02, "columns": {"prompt": "q"}}),
     ("CurvePlot", {"every": 2, "panels": {"reward": {"rollout/reward": "reward"}}}),
 ]
 
