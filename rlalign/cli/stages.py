@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import io
+import os
 import re
 import sys
 import tempfile
@@ -39,7 +40,8 @@ class Stage:
     @property
     def needs(self) -> list[str]:
         """Names of the stages whose models it takes."""
-        return [match.split(".")[1] for text in _strings(self.settings) for match in REFERENCE.findall(text)]
+        found = [match.split(".")[1] for text in _strings(self.settings) for match in REFERENCE.findall(text)]
+        return list(dict.fromkeys(found))
 
     def filled(self, models: dict[str, str]) -> dict[str, Any]:
         """The settings with every reference replaced.
@@ -137,7 +139,8 @@ def _read_stage(path: Path, name: Any, content: Any, options: Sequence[str], bef
     if not isinstance(content, dict) or not content or not set(content) <= {"config", "settings"}:
         raise ValueError(f"expected 'config' (files) and 'settings', got {content!r}.")
     files = content.get("config", [])
-    arguments = [f"--config={path.parent / file}" for file in ([files] if isinstance(files, str) else files)]
+    files = [os.path.normpath(path.parent / file) for file in ([files] if isinstance(files, str) else files)]
+    arguments = [f"--config={file}" for file in files]
     with tempfile.TemporaryDirectory() as folder:
         if content.get("settings"):
             inline = Path(folder) / "settings.yaml"
