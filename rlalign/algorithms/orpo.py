@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlalign.algorithms.pairs import Pairs
@@ -27,6 +28,7 @@ class ORPO(PreferenceModule):
     def __init__(self, weight: float = 0.1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.weight = weight
+        orpo_loss(torch.zeros(1), torch.zeros(1), weight)  # an option out of bounds is told now
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         """The loss of each pair, ``[B]``."""

@@ -107,6 +107,7 @@ class DPOLoss(PairLoss):
     ) -> None:
         super().__init__(**kwargs)
         self.loss_of_margin = choose_pair_loss(loss, beta, label_smoothing)
+        sequence_logprobs(torch.zeros(1, 1), torch.ones(1, 1), token_reduction)  # an unknown one is told now
         self.beta, self.token_reduction = beta, token_reduction
         self.needs_reference = True
 

@@ -34,6 +34,9 @@ class RewardModel(TrainedModule):
         dropout: On the last hidden states, in training.
         trust_remote_code: Run model code that comes with the weights.
         kwargs: ``optimizer`` and ``schedule``: see :class:`~rlalign.algorithms.module.TrainedModule`.
+
+    Raises:
+        ValueError: If an option is out of bounds.
     """
 
     is_reward_model = True
@@ -50,6 +53,8 @@ class RewardModel(TrainedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, trust_remote_code, **kwargs)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
         kind = {"kind": "reward_model", "model": model, "trust_remote_code": trust_remote_code}
         self.save_hyperparameters(kind)
         bradley_terry_loss(torch.zeros(1), torch.zeros(1), centering=centering)  # out of bounds is told now

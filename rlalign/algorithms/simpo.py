@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlalign.algorithms.pairs import Pairs
@@ -30,6 +31,7 @@ class SimPO(PreferenceModule):
     def __init__(self, beta: float = 2.0, gamma: float = 1.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.beta, self.gamma = beta, gamma
+        simpo_loss(torch.zeros(1), torch.zeros(1), beta, gamma)  # an option out of bounds is told now
 
     def pair_loss(self, pairs: Pairs) -> Tensor:
         """The loss of each pair, ``[B]``."""
