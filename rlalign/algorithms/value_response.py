@@ -1,22 +1,19 @@
 """A value function learned from pairs of responses, and a policy that learns from its scores."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from rlalign.algorithms.critic import scalar_beside
 from rlalign.algorithms.grpo import GRPO
-from rlalign.algorithms.in_turn import TrainedInTurn, trained
+from rlalign.algorithms.in_turn import TrainedInTurn
+from rlalign.algorithms.response_value import ResponseValue
 from rlalign.functional.ranking_losses import group_margin_loss, ranked_right
 from rlalign.functional.reductions import masked_mean
-from rlalign.models.scalar import ScalarModel, at_last_token
 from rlalign.rollouts.batch import RolloutBatch
 
 
-class ValueResponse(TrainedInTurn, GRPO):
+class ValueResponse(TrainedInTurn, ResponseValue, GRPO):
     r"""Learns a value function V of whole responses from which of two is better, then the policy from V's scores.
 
     .. math:: L_V = \max(0, 1 - V(x, y_w) + V(x, y_l)), \qquad A_i = \frac{V(x, y_i) - \bar V}{s_V + \epsilon}
@@ -32,31 +29,15 @@ class ValueResponse(TrainedInTurn, GRPO):
     verifiable rewards (Lambert et al. 2024, https://arxiv.org/abs/2411.15124).
 
     Args:
-        value_model: What V starts from: a folder or hub name of a language model, which gets a new head, or of a reward
-            model; by default what the policy starts from. All of its weights are trained.
-        value_lr: Its learning rate; the policy's by default. Schedules multiply both.
-        value_dropout: On the last hidden states, before its head, while V is trained.
-        kwargs: See :class:`~rlalign.algorithms.grpo.GRPO`.
-
-    Raises:
-        ValueError: If an option is out of bounds.
+        kwargs: See :class:`~rlalign.algorithms.response_value.ResponseValue` for those of V, and
+            :class:`~rlalign.algorithms.grpo.GRPO`.
     """
 
     stages: ClassVar[tuple[str, ...]] = ("value", "alternate", "policy")
 
-    def __init__(
-        self,
-        value_model: str | None = None,
-        value_lr: float | None = None,
-        value_dropout: float = 0.1,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if not 0 <= value_dropout < 1 or (value_lr is not None and not value_lr > 0):
-            raise ValueError(f"Expected value_dropout in [0, 1) and value_lr > 0, got {value_dropout}, {value_lr}.")
-        self.value_model, self.value_lr, self.value_dropout = value_model, value_lr, value_dropout
         self.stage = self.stages[0]
-        self.value: ScalarModel | None = None
 
     @property
     def rows_together(self) -> int:  # type: ignore[override]
@@ -75,32 +56,10 @@ class ValueResponse(TrainedInTurn, GRPO):
         assert idle is not None
         return idle
 
-    def build(self) -> None:
-        """The policy, the reference where one is needed, and V."""
-        super().build()
-        self.value = scalar_beside(self, "value_model", self.value_model, self.value_dropout)
-
-    def parameter_groups(self) -> Iterable[Any]:
-        """Two groups: the policy's parameters, and those of V with their rate."""
-        assert self.policy is not None
-        assert self.value is not None
-        rate = {} if self.value_lr is None else {"lr": self.value_lr}
-        return [{"params": trained(self.policy)}, {"params": trained(self.value), **rate}]
-
     @property
     def has_dropout(self) -> bool:
         """Whether the gradient pass draws random numbers."""
         return self.value_dropout > 0 if self.trains_value else super().has_dropout
-
-    def _values(self, batch: RolloutBatch, dropout: bool) -> Tensor:
-        assert self.value is not None
-        self.value.train(dropout)
-        return at_last_token(self.value(batch.input_ids, batch.attention_mask), batch.attention_mask)
-
-    @torch.no_grad()
-    def value_scores(self, batch: RolloutBatch) -> Tensor:
-        """What V says of each response, ``[B]``, without dropout; higher is better."""
-        return self._values(batch, dropout=False)
 
     def annotate(self, rollouts: RolloutBatch, num_steps: int, minibatch_size: int) -> RolloutBatch:
         """Judge V by what was just sampled; for the policy, make the advantages anew of V's scores."""
@@ -125,7 +84,8 @@ class ValueResponse(TrainedInTurn, GRPO):
             return super().training_step(batch, batch_idx) + self.idle_loss()
         self.dropout_seed(batch_idx)
         counts = batch.loss_mask.any(-1)
-        loss = group_margin_loss(self._values(batch, dropout=True), batch.rewards, self.rows_together, counts)
+        values = self.values(batch.input_ids, batch.attention_mask, dropout=True)
+        loss = group_margin_loss(values, batch.rewards, self.rows_together, counts)
         if batch.step_sequences:
             self.log_mean({"train/value_loss": masked_mean(loss.detach(), counts)}, int(counts.sum()))
         return self.step_scale() * loss.sum() / max(batch.step_sequences, 1.0) + self.idle_loss()

@@ -97,7 +97,7 @@ class ValueAnnotator(Annotator):
         for rows in mine.split(self.batch_size):
             batch = rollouts[rows].trimmed().to(device)
             scored.append((rows, at_last_token(value(batch.input_ids, batch.attention_mask), batch.attention_mask)))
-        values = torch.zeros(len(rollouts))
+        values = torch.zeros(len(rollouts), dtype=torch.float32)
         for of_rank in gather_objects([(rows, found.float().cpu()) for rows, found in scored]):
             for rows, found in of_rank:
                 values[rows] = found
