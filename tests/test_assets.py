@@ -170,6 +170,18 @@ def test_the_script_writes_the_shipped_data(build: ModuleType, tmp_path: Path) -
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (ARITHMETIC / f"{name}.jsonl").read_bytes()
 
 
+def test_the_script_of_pairs_makes_the_shipped_ones() -> None:
+    script = load_script("build_pairs")
+    data = script.load_prompts("embedded:arithmetic/train.jsonl", AutoTokenizer.from_pretrained(EMBEDDED_MODEL))
+    shipped = {row["prompt"]: row for row in [*rows("pairs"), *rows("pairs_val")]}
+    prompts = [data[i] for i in range(150)]
+    made = [script.make_pair(prompt, texts) for prompt, texts in zip(prompts, script.answers(prompts), strict=True)]
+    common = [pair for pair in made if pair and pair["prompt"] in shipped]
+    assert len(common) > 100
+    # Which of two equally likely tokens is drawn may differ with the rounding of another machine.
+    assert sum(pair == shipped[pair["prompt"]] for pair in common) >= len(common) - 3
+
+
 def test_the_script_makes_the_shipped_tokenizer(build: ModuleType, tokenizer: Any) -> None:
     built = build.build_tokenizer()
     assert built.get_vocab() == tokenizer.get_vocab()
@@ -226,6 +238,7 @@ def test_resolve_names_what_exists(path: str) -> None:
     with pytest.raises(FileNotFoundError) as error:
         resolve(path)
     assert str(error.value) == (
-        f"There is no embedded file '{path}'; there are embedded:arithmetic/train.jsonl, "
-        "embedded:arithmetic/val.jsonl, and the model 'embedded'."
+        f"There is no embedded file '{path}'; there are embedded:arithmetic/pairs.jsonl, "
+        "embedded:arithmetic/pairs_val.jsonl, embedded:arithmetic/train.jsonl, embedded:arithmetic/val.jsonl, and the "
+        "model 'embedded'."
     )

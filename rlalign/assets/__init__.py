@@ -1,7 +1,8 @@
 """The embedded model and its task data, found by name from any folder.
 
 ``embedded`` names the tiny chat model; ``embedded:arithmetic/train.jsonl`` and ``embedded:arithmetic/val.jsonl`` name
-its problems. Both ship inside the package and are made by ``scripts/build_asset.py``.
+its problems. Both ship inside the package and are made by ``scripts/build_asset.py``. Preferences among the model's own
+responses, ``embedded:arithmetic/pairs.jsonl`` and ``pairs_val.jsonl``, are made by ``scripts/build_pairs.py``.
 """
 
 from pathlib import Path
@@ -12,7 +13,8 @@ EMBEDDED_MODEL: Path = _ROOT / "tiny"
 """Folder of the embedded model, its tokenizer and chat template, as ``from_pretrained`` reads it."""
 
 ARITHMETIC: Path = _ROOT / "arithmetic"
-"""Folder of the arithmetic problems: ``train.jsonl`` and ``val.jsonl``, rows of question, answer and level."""
+"""Folder of the arithmetic problems, ``train.jsonl`` and ``val.jsonl``, rows of question, answer and level; and of the
+preferences, ``pairs.jsonl`` and ``pairs_val.jsonl``, rows of prompt, chosen and rejected."""
 
 _PREFIX = "embedded:"
 
