@@ -74,7 +74,7 @@ def draw_best_of_n(
     """
     from matplotlib.figure import Figure  # no pyplot: the program's own figures and backend are left alone
 
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
     axes = figure.add_subplot()
     tokens, sizes = curves["tokens"], curves["n"]
     for name, (label, colour, marker) in LINES.items():
@@ -97,7 +97,7 @@ def draw_best_of_n(
     top.set_xlabel("samples a prompt, n")
     axes.grid(alpha=0.25)
     axes.spines["right"].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     if title:
         figure.suptitle(title, fontsize=11)
     return figure
