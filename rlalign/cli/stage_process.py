@@ -10,18 +10,20 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 WATCHED = "RLALIGN_PIPELINE"
 """Tells a stage's process the descriptor that reaches its end when the pipeline's process is gone."""
 PATIENCE = 30.0
-"""Seconds that a stage has to end after SIGTERM."""
+"""Seconds that a stage has to end after SIGTERM, before it is killed."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run ``rlalign`` with these arguments; its exit status.
 
-    Whatever ends this call early, SIGTERM included, ends the process, too; if this one is killed, it notices.
+    Whatever ends this call early, SIGTERM included, ends the process, too, and those that it has launched; if this one
+    is killed, it notices.
     """
     watched, held = os.pipe()  # only this process holds the end to write to
     with _ends_on_sigterm(), os.fdopen(held, "wb"), os.fdopen(watched, "rb"):
@@ -29,21 +31,23 @@ def run(arguments: Sequence[str]) -> int:
             [sys.executable, "-m", "rlalign.cli.stage_process", *arguments],
             env={**os.environ, WATCHED: str(watched)},
             pass_fds=[watched],
+            process_group=0,
         )
         try:
             return process.wait()
         finally:
-            if process.poll() is None:
-                _end(process)
+            _end(process)
 
 
 def _end(process: subprocess.Popen) -> None:
-    process.terminate()
-    try:
-        process.wait(PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """End a process if it runs, and whatever is left of its group."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+    with contextlib.suppress(ProcessLookupError):  # nothing is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @contextlib.contextmanager
@@ -66,12 +70,14 @@ def _ends_on_sigterm() -> Iterator[None]:
 
 def _watch(descriptor: int) -> None:
     os.read(descriptor, 1)  # returns when nobody is left to write
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(PATIENCE)
+    os.killpg(0, signal.SIGKILL)
 
 
 def main() -> int:
     """Run the command, and end it when the pipeline is gone."""
-    watched = os.environ.pop(WATCHED, None)  # ranks that are launched end with this process
+    watched = os.environ.pop(WATCHED, None)  # ranks that are launched are of this process's group, and end with it
     if watched is not None:
         threading.Thread(target=_watch, args=(int(watched),), daemon=True).start()
     from rlalign.cli import main as command
