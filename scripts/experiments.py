@@ -8,7 +8,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -45,7 +44,7 @@ class Result:
     """Tokens so far (sampled and trained on), and the metric, of every validation."""
     tokens: float = 0.0
     seconds: float = 0.0
-    """Of the training, validation included."""
+    """Of processor time of the run's process: start-up, training and validation, whatever else the machine does."""
     peak_mib: float = 0.0
 
     @property
@@ -92,9 +91,9 @@ def run_one(folder: str, arm: Arm, seed: int) -> Result:
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed; {log} ends with:\n{log.read_text()[-2000:]}")
-    start, seconds = map(float, log.read_text().splitlines()[-1].split())
+    start = float(log.read_text().splitlines()[-1])
     curve = read_metric(RUNS / name / METRICS, arm.metric)
-    result = Result(arm.name, seed, start, curve, curve[-1][0], seconds, usage.ru_maxrss / 1024)
+    result = Result(arm.name, seed, start, curve, curve[-1][0], usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
     write_atomically(kept, json.dumps({**asdict(result), "of": of}))
     shutil.rmtree(RUNS / name / CHECKPOINTS, ignore_errors=True)
     print(f"{arm.name} seed {seed}: {start:.3f} -> {result.end:.3f}, {result.tokens:,.0f} tokens", flush=True)
@@ -102,13 +101,12 @@ def run_one(folder: str, arm: Arm, seed: int) -> Result:
 
 
 def measure_and_train(metric: str, words: list[str]) -> None:
-    """In the process of a run: validate, train, and print the metric before and the seconds of training."""
+    """In the process of a run: validate, train, and print the metric from before."""
     from rlalign.cli.trainer import TrainerCLI
 
     before = TrainerCLI(["validate", *words]).trainer.callback_metrics[metric]
-    started = time.perf_counter()
     TrainerCLI(["fit", *words])
-    print(f"\n{float(before)} {time.perf_counter() - started}", flush=True)
+    print(f"\n{float(before)}", flush=True)
 
 
 def read_metric(path: Path, metric: str) -> list[tuple[float, float]]:

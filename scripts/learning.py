@@ -89,9 +89,9 @@ def page(found: dict[str, list[Result]], budget: int, jobs: int) -> str:
         f"Every run ends with the iteration in which it has spent {budget:,} tokens: response tokens sampled, and",
         "response tokens trained on. The rate is constant after its warm-up, as each file of `configs/tiny/` has it;",
         "rates were tuned by hand, to learn, not to win. Means with 95% t intervals; *gain* is over the start, *to*",
-        "*GRPO* pairs the seeds. Seconds are of the training with its validations, memory is the most of the process.",
+        "*GRPO* pairs the seeds. CPU s: processor time, start-up and validations included; MiB: the most memory.",
         "",
-        "| method | start | end | gain | to GRPO | tokens | s | MiB |",
+        "| method | start | end | gain | to GRPO | tokens | CPU s | MiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     by_problems = {n: r for n, r in found.items() if n != "reward_model"}
@@ -102,7 +102,7 @@ def page(found: dict[str, list[Result]], budget: int, jobs: int) -> str:
             "",
             "A reward model has no pass@1: its figure is the share of held-out pairs whose right answer scores higher.",
             "",
-            "| method | start | end | gain | | tokens | s | MiB |",
+            "| method | start | end | gain | | tokens | CPU s | MiB |",
             "|---|---|---|---|---|---|---|---|",
             row("reward_model", found["reward_model"], None),
         ]
