@@ -158,10 +158,11 @@ def test_what_it_points_to_exists(page):
 
 @each_page(INDEX)
 def test_metrics_are_those_that_are_documented(page):
-    documented = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    patterns = [re.sub(r"[A-Z]+", r"[^/]+", row) for row in rows]  # NAME, K and the like stand for anything
     named = {code for code in code_of(page) if re.fullmatch(r"(train|val|rollout|perf)/[\w@/]+", code)}
     assert named or page == INDEX
-    assert named - documented == set()
+    assert {name for name in named if not any(re.fullmatch(pattern, name) for pattern in patterns)} == set()
 
 
 @each_page(NAMES)
