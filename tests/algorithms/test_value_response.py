@@ -12,6 +12,7 @@ from rlalign.algorithms.value_response import ValueResponse
 from rlalign.callbacks import StagedTraining
 from rlalign.rollouts.batch import collate
 from runs import make_run, weights
+from strategies import make_strategy
 
 
 def adamw(parameters):
@@ -182,6 +183,24 @@ def test_ranks_change_no_weight_kf54_kf83(tiny_model, prompts_file):
     expected = {stage: cut(tiny_model, prompts_file, stage, 16, 1) for stage in CUTS}
     for of_rank in run_distributed(differences, tiny_model, prompts_file, expected):
         assert max(of_rank) < 1e-6
+
+
+def on_shards(rank, model, prompts, strategy):
+    """Weights after an iteration for V and one for the policy, spread over ranks or not, and what was logged."""
+    trainer = {"precision": "32-true", "max_epochs": 2, "devices": 2, "strategy": make_strategy(strategy)}
+    sizes = {"step_size": 8, "value_dropout": 0.0, "val_batch_size": 5}  # the last chunk is empty on a rank
+    module, _, fitted = run(model, prompts, "alternate", trainer, **sizes)
+    parts = [*module.policy.lm.parameters(), *module.value.parameters()]
+    flat = torch.cat([(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().flatten() for p in parts])
+    metrics = {k: float(v) for k, v in fitted.callback_metrics.items() if k.startswith(("train/", "val/"))}
+    return flat.tolist(), metrics
+
+
+def test_weights_that_are_spread_over_ranks_train_in_turn(tiny_model, prompts_file):
+    (want, metrics), _ = run_distributed(on_shards, tiny_model, prompts_file, "ddp")
+    for got, others in run_distributed(on_shards, tiny_model, prompts_file, "fsdp2"):
+        assert got == pytest.approx(want, abs=1e-4)
+        assert others == pytest.approx(metrics, abs=2e-3)
 
 
 def test_dropout_is_that_of_v_while_it_is_trained_and_a_function_of_the_seed_kf14(tiny_model, prompts_file):
