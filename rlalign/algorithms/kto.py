@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlalign.algorithms.base import PolicyModule
+from rlalign.algorithms.offline import OfflineModule
 from rlalign.data.labelled import LabelledBatch
 from rlalign.data.preferences import ResponseBatch
 from rlalign.functional.kto import kto_loss, kto_reference_point
@@ -15,7 +16,7 @@ from rlalign.functional.reductions import masked_mean
 from rlalign.rollouts.ranks import gather_objects
 
 
-class KTO(PolicyModule):
+class KTO(PolicyModule, OfflineModule):
     r"""Responses that are good or bad by themselves: no pairs are needed.
 
     .. math:: L = \lambda_D (1 - \sigma(\beta (r - z_0))) \text{ if desirable, else }
@@ -76,12 +77,3 @@ class KTO(PolicyModule):
         for name, rows in (("desirable", valid & good), ("undesirable", valid & ~good)):
             self.log_mean({f"{stage}/{name}_reward": masked_mean(rewards, rows)}, int(rows.sum()))
         return self.step_scale() * loss.sum() / max(batch.step_sequences, 1.0)
-
-    def training_step(self, batch: LabelledBatch, batch_idx: int) -> Tensor:
-        """The loss of one minibatch."""
-        self.dropout_seed(batch_idx)
-        return self.loss_of(batch, "train")
-
-    def validation_step(self, batch: LabelledBatch, batch_idx: int) -> None:
-        """Log the loss of held-out responses, with the reference point of all of them."""
-        self.loss_of(batch, "val")

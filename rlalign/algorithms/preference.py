@@ -2,26 +2,18 @@
 
 from torch import Tensor
 
+from rlalign.algorithms.offline import OfflineModule
 from rlalign.algorithms.pairs import PairLoss
 from rlalign.data.preferences import PreferenceBatch
 
 
-class PreferenceModule(PairLoss):
+class PreferenceModule(PairLoss, OfflineModule):
     """A policy that learns from the pairs of a :class:`~rlalign.data.preferences.PreferenceDataModule`."""
 
-    def pair_loss_of(self, batch: PreferenceBatch, stage: str) -> Tensor:
+    def loss_of(self, batch: PreferenceBatch, stage: str) -> Tensor:
         """The share of a minibatch in its step's loss, logged under ``stage/``."""
         assert self.policy is not None
         rows = (batch.input_ids, batch.attention_mask, batch.loss_mask)
         logprobs = self.policy(*rows).logprobs
         ref_logprobs = self.policy(*rows, reference=True).logprobs if self.needs_reference else None
         return self.pair_step(logprobs, ref_logprobs, batch.loss_mask, batch.step_pairs, stage)
-
-    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
-        """The loss of one minibatch."""
-        self.dropout_seed(batch_idx)
-        return self.pair_loss_of(batch, "train")
-
-    def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """Log what the policy makes of held-out pairs, means over all of them."""
-        self.pair_loss_of(batch, "val")

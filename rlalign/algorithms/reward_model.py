@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlalign.algorithms.module import TrainedModule
+from rlalign.algorithms.offline import OfflineModule
 from rlalign.algorithms.pairs import in_pairs
 from rlalign.data.preferences import PreferenceBatch
 from rlalign.functional.preference_losses import preference_margins
@@ -15,7 +15,7 @@ from rlalign.models.scalar import ScalarModel, at_last_token
 from rlalign.rollouts.ranks import run_seed
 
 
-class RewardModel(TrainedModule):
+class RewardModel(OfflineModule):
     r"""A model that scores the preferred response above the other one (Bradley-Terry).
 
     .. math:: L = -\log\sigma(s_w - s_l - m) + c (s_w + s_l)^2
@@ -85,12 +85,3 @@ class RewardModel(TrainedModule):
         means = {f"{stage}/{name}": masked_mean(value.detach(), valid) for name, value in named.items()}
         self.log_mean(means, int(valid.sum()))
         return self.step_scale() * loss.sum() / max(batch.step_pairs, 1.0)
-
-    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
-        """The loss of one minibatch."""
-        self.dropout_seed(batch_idx)
-        return self.loss_of(batch, "train")
-
-    def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """Log what the model makes of held-out pairs, means over all of them."""
-        self.loss_of(batch, "val")
