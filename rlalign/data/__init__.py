@@ -1,1 +1,1 @@
-"""Data that are not rollouts: demonstrations."""
+"""Data that are not rollouts: demonstrations, preferences, labelled responses."""
