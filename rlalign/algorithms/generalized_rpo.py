@@ -77,8 +77,16 @@ class GeneralizedRPO(PPO):
         entropy_coef: float = 0.05,
         **kwargs: Any,
     ) -> None:
-        fixed: dict[str, Any] = {"kl_to": "old", "kl_in": "loss", "kl_estimator": "from_old"}
-        super().__init__(clip, clip, kl_coef=kl_coef, entropy_coef=entropy_coef, **fixed, **kwargs)
+        super().__init__(
+            clip_low=clip,
+            clip_high=clip,
+            kl_coef=kl_coef,
+            kl_to="old",
+            kl_in="loss",
+            kl_estimator="from_old",
+            entropy_coef=entropy_coef,
+            **kwargs,
+        )
         if not (min_clip <= clip <= max_clip < 1 and (kl_coef == 0 or min_kl_coef <= kl_coef <= max_kl_coef)):
             raise ValueError(f"clip={clip} and kl_coef={kl_coef} must begin inside their bounds, max_clip below 1.")
         if not (replay_share >= 0 and replay_coef >= 0 and replay_cap > 0):
