@@ -1,8 +1,8 @@
 """Value-guided decoding against plain sampling and majority: ``python scripts/best_of_n.py --seeds 5``.
 
-For each seed a value function is trained on the embedded model, by ``ValueResponse`` on what the policy samples (the
-policy itself stays as it is), or by ``RewardModel`` on the embedded preferences (``--by reward_model``); then 64
-responses to every held-out problem are sampled and ranked by it. Share of right answers by the number of samples n, and
+For each seed a value function is trained for the embedded model, by ``ValueResponse`` on what the policy samples, or by
+``RewardModel`` on the embedded preferences, and the policy stays as it is (``--by reward_model``); then 64 responses to
+every held-out problem are sampled and ranked by it. Share of right answers by the number of samples n, and
 so by the tokens generated, exact over all subsets of n: best of n, majority of n, one sample, and pass@n, the roof.
 
 Intervals are 95% by Student's t over the seeds, which train and sample apart; the held-out problems are the same.
@@ -47,15 +47,14 @@ def rlalign(words: list[str]) -> None:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
 
 
-def by_value_response(seed: str, name: str, policy: str, samples: int, training: Options) -> None:
+def by_value_response(seed: str, name: str, policy: str, held_out: Options, training: Options) -> None:
     """Train V on what the policy samples, and rank by it."""
     options = {"seed_everything": seed, "run": name, "model.init_args.policy.model": policy}
     run("fit", "value_response", {**options, "trainer.check_val_every_n_epoch": "1000", **training})
-    held_out = {"ckpt_path": "last", "data.init_args.val_samples": str(samples)}
-    run("predict", "value_response", {**options, **held_out})
+    run("predict", "value_response", {**options, "ckpt_path": "last", **held_out})
 
 
-def by_reward_model(seed: str, name: str, policy: str, samples: int, training: Options) -> None:
+def by_reward_model(seed: str, name: str, policy: str, held_out: Options, training: Options) -> None:
     """Train a reward model on the embedded preferences, and rank by it."""
     folder = RUNS / name
     run("fit", "reward_model", {"seed_everything": seed, "run": name, **training})
@@ -63,17 +62,17 @@ def by_reward_model(seed: str, name: str, policy: str, samples: int, training: O
     options = {"seed_everything": seed, "run": name, "model.init_args.policy.model": policy}
     ranker = {"data.init_args.ranker": "LearnedReward", "data.init_args.ranker.model": str(folder / "exported")}
     ranker["data.init_args.ranker.batch_size"] = "512"
-    run("predict", "grpo", {**options, **ranker, "data.init_args.val_samples": str(samples)})
+    run("predict", "grpo", {**options, **ranker, **held_out})
 
 
 METHODS = {"value_response": by_value_response, "reward_model": by_reward_model}
 
 
-def curves_of(seed: int, by: str, policy: str, samples: int, training: Options) -> dict[str, Any]:
+def curves_of(seed: int, by: str, policy: str, held_out: Options, training: Options) -> dict[str, Any]:
     """What ``rlalign predict`` says of one seed."""
     name = f"best-of-n-{by}-{seed}"
     shutil.rmtree(RUNS / name, ignore_errors=True)
-    METHODS[by](str(seed), name, policy, samples, training)
+    METHODS[by](str(seed), name, policy, held_out, training)
     curves: dict[str, Any] = json.loads((RUNS / name / "best_of_n.json").read_text())
     n = curves["n"][-1]
     print(f"seed {seed}: plain {curves['plain']:.3f}, best@{n} {curves['best'][-1]:.3f}", flush=True)
@@ -128,6 +127,7 @@ def main() -> None:
     parser.add_argument("--by", choices=METHODS, default="value_response", help="What ranks.")
     parser.add_argument("--policy", default="embedded", help="What samples: a model, or the folder of an exported run.")
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"Responses a held-out problem, {SHOWN} or more.")
+    parser.add_argument("--temperature", type=float, default=1.0, help="Of those responses.")
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="Of training what ranks.")
     parser.add_argument("--out", type=Path, default=RUNS, help="Folder of best_of_n_BY.json and best_of_n_BY.png.")
     arguments = parser.parse_args()
@@ -135,10 +135,14 @@ def main() -> None:
         parser.error("an interval needs at least two seeds.")
     if arguments.samples < SHOWN:
         parser.error(f"best of {SHOWN} needs at least {SHOWN} samples.")
+    held_out = {
+        "data.init_args.val_samples": str(arguments.samples),
+        "data.init_args.val_sampling": f"{{temperature: {arguments.temperature}}}",
+    }
     training = dict(option.partition("=")[::2] for option in arguments.set)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         of_seed = [
-            pool.submit(curves_of, seed, arguments.by, arguments.policy, arguments.samples, training)
+            pool.submit(curves_of, seed, arguments.by, arguments.policy, held_out, training)
             for seed in range(arguments.seeds)
         ]
         runs = [each.result() for each in of_seed]
@@ -146,7 +150,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"best_of_n_{arguments.by}"
     path.with_suffix(".json").write_text(json.dumps({"mean": mean, "intervals": intervals, "runs": runs}, indent=1))
-    title = f"embedded model, ranked by {arguments.by}, {len(runs)} seeds, 95% intervals"
+    title = f"ranked by {arguments.by}, temperature {arguments.temperature:g}, {len(runs)} seeds, 95% intervals"
     drawn = {name: intervals[name] for name in ("best", "majority")}
     draw_best_of_n(mean, title, drawn).savefig(path.with_suffix(".png"), dpi=130)
     print("\n" + "\n".join(table(runs)))

@@ -43,7 +43,7 @@ def test_each_way_trains_and_then_predicts_with_what_it_trained(script, monkeypa
     commands = []
     monkeypatch.setattr(script, "rlalign", commands.append)
     for name, method in script.METHODS.items():
-        method("3", f"run-{name}", "embedded", 16, {"trainer.max_epochs": "2"})
+        method("3", f"run-{name}", "embedded", {"data.init_args.val_samples": "16"}, {"trainer.max_epochs": "2"})
     words = [[command[0], *(w for w in command if w.startswith("--run") or "ckpt" in w)] for command in commands]
     assert words == [
         ["fit", "--run=run-value_response"],
