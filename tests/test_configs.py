@@ -26,6 +26,7 @@ SHORT = [
     "--data.init_args.step_size=null",
     "--data.init_args.val_limit=4",
 ]
+OFFLINE: dict[str, list[str]] = {}
 SHORT_RESPONSES = ["--data.init_args.group_size=2", "--data.init_args.sampling.max_new_tokens=12"]
 
 
@@ -71,7 +72,8 @@ def short(path: Path) -> list[str]:
     """Options that make one small iteration of a run with this file."""
     data = yaml.safe_load(path.read_text()).get("data", {}).get("class_path", "RolloutDataModule")
     if data != "RolloutDataModule":
-        return ["--trainer.max_epochs=1"]
+        every = ["--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"]
+        return [*every, "--data.init_args.steps_per_epoch=2", *OFFLINE.get(path.stem, [])]
     return SHORT if path in TINY else [*SHORT, *SHORT_RESPONSES]
 
 
