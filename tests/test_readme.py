@@ -9,6 +9,7 @@ import yaml
 
 import rlalign.cli.export
 from rlalign.cli import main
+from rlalign.cli.stages import read_stages
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -67,8 +68,10 @@ def test_every_command_line_parses(elsewhere, monkeypatch, capsys):
     monkeypatch.setattr(rlalign.cli.export, "export", lambda *args, **kwargs: exported.append((args, kwargs)))
     seen = set()
     for words in commands():
-        if words[0] == "rlalign" and words[1] == "export":
+        if (words[0] == "rlalign" and words[1] == "export") or words[:2] == ["rlalign", "recommend"]:
             assert main(words[1:]) == 0
+        elif words[:2] == ["rlalign", "pipeline"]:
+            assert read_stages(elsewhere / words[2], {})
         elif words[0] == "rlalign":
             text = printed_config(words[1:], capsys)
             run = elsewhere / "runs" / "first"
@@ -79,7 +82,7 @@ def test_every_command_line_parses(elsewhere, monkeypatch, capsys):
             assert words[:1] == [".venv/bin/python"]
             assert all((ROOT / word).exists() for word in words[1:] if "/" in word)
         seen.add(words[1])
-    assert {"fit", "check", "validate", "export"} <= seen
+    assert {"fit", "check", "validate", "export", "recommend", "pipeline"} <= seen
     assert len(exported) == 1
 
 
