@@ -34,8 +34,7 @@ class ActorCritic(CriticModule):
 
     Args:
         vf_coef: Weight of the value loss.
-        value_clip: How far a value may move from what it was before the iteration, for
-            :func:`~rlalign.functional.value_losses.clipped_value_loss`; none by default.
+        value_clip: See :func:`~rlalign.functional.value_losses.clipped_value_loss`; none by default.
         kl_coef: Weight of the KL; 0 neither keeps nor scores a reference.
         kl_to: What the KL is to: the frozen ``reference``, or the ``old`` policy of this iteration.
         kl_in: Where it counts: charged to the ``reward`` of each token, or a term of the ``loss``.
