@@ -89,8 +89,8 @@ def draw_best_of_n(
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in tokens])
     axes.minorticks_off()
-    low, high = axes.get_ylim()
-    axes.set_ylim(max(low, -0.02), min(high, 1.02))  # bands of few seeds reach beyond what a share can be
+    bottom, top_end = axes.get_ylim()
+    axes.set_ylim(max(bottom, -0.02), min(top_end, 1.02))  # bands of few seeds reach beyond what a share can be
     axes.set_xlabel("generated tokens a prompt")
     axes.set_ylabel("share of right answers")
     top = axes.secondary_xaxis("top")
