@@ -115,14 +115,14 @@ class GeneralizedRPO(PPO):
         if self.replay_share:
             self.replay.add(rollouts[rollouts.loss_mask.any(-1)])
         fresh.statistics |= {"train/kl_coef": self.kl_coef, "train/clip_range": self.clip_high}
-        fresh.statistics["rollout/replayed"] = float(0 if older is None else len(older))
+        num = 0 if older is None else len(older)
+        fresh.statistics["rollout/replayed_share"] = num / (len(fresh) + num)
         if older is None:
             return fresh
         older = self.estimate(older, minibatch_size)
         if fresh.old_logprobs is not None:
             older.old_logprobs = older.sampler_logprobs
-        of_kind = [replace(b, replayed=torch.full((len(b),), b is older)) for b in (fresh, older)]
-        return join_batches(of_kind)
+        return join_batches([replace(b, replayed=torch.full((len(b),), b is older)) for b in (fresh, older)])
 
     def policy_loss(
         self, batch: RolloutBatch, logprobs: Tensor, old_logprobs: Tensor

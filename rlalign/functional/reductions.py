@@ -102,33 +102,3 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     total = masked_sum(x, mask, dim)
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return total / count.clamp(min=1)
-
-
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    r"""Values scaled to unit variance over the mask, and by default to mean zero.
-
-    .. math:: y = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \; (+ \mu \text{ unless shifted}), \quad
-        \sigma^2 = \frac{1}{n} \sum (x - \mu)^2
-
-    The variance is the population's. Values that are all equal have no deviation, exactly, whatever their rounding.
-
-    Args:
-        x: Values of any shape.
-        mask: True where a value counts, of the shape of ``x``; other values do not enter the mean or the variance.
-        shift_mean: False adds the mean back.
-        eps: Added to the variance.
-
-    Returns:
-        The whitened values, of the shape of ``x``, zero outside the mask.
-
-    Raises:
-        ValueError: If the shapes disagree.
-    """
-    mean = masked_mean(x, mask)
-    mask = mask.bool()
-    if not mask.any():
-        return x.masked_fill(~mask, 0)
-    all_equal = x[mask].max() == x[mask].min()
-    deviation = (x - mean).masked_fill(~mask | all_equal, 0)
-    whitened = deviation * torch.rsqrt(masked_mean(deviation.square(), mask) + eps)
-    return whitened if shift_mean else (whitened + mean).masked_fill(~mask, 0)

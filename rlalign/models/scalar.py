@@ -1,5 +1,7 @@
 """A language model's body with one number a token for an output: a value function, or a reward model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils import logging
 
 from rlalign.models.policy import locate_model
 from rlalign.models.scoring import position_ids, scalar_of_states
@@ -70,6 +73,17 @@ class ScalarModel(nn.Module):
         fully_shard(self, mesh=mesh)
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings of transformers."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
 def load_classifier(model: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """A sequence classifier with one label, in evaluation mode; a language model gets a new head.
 
@@ -78,7 +92,8 @@ def load_classifier(model: str, trust_remote_code: bool = False) -> PreTrainedMo
         ValueError: If it is no decoder whose head is named ``score``, as transformers has them.
     """
     options: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    lm = AutoModelForSequenceClassification.from_pretrained(locate_model(model), **options)
+    with quiet():  # a new head is missing in the weights of a language model, as it should be
+        lm = AutoModelForSequenceClassification.from_pretrained(locate_model(model), **options)
     if not isinstance(getattr(lm, "score", None), nn.Module):
         raise ValueError(
             f"{type(lm).__name__} of {model} has no head named 'score', which a decoder that classifies has in "
@@ -97,13 +112,3 @@ def at_last_token(values: Tensor, attention_mask: Tensor) -> Tensor:
     columns = torch.arange(values.shape[1], device=values.device)
     last = (columns * attention_mask.long()).argmax(-1, keepdim=True)
     return values.gather(1, last).squeeze(1)
-
-
-def before_each_token(values: Tensor, num_tokens: int) -> Tensor:
-    """The numbers of the states that the last ``num_tokens`` columns were written in, ``[B, T]``.
-
-    Args:
-        values: One number a position, ``[B, P + T]``; that of a position has seen the token there.
-        num_tokens: Columns of the response, ``T``.
-    """
-    return values[:, -num_tokens - 1 : -1]

@@ -199,7 +199,8 @@ def test_what_is_replayed_was_sampled_before_and_scored_now(tiny_model, prompts_
 
     earlier: list = []
     for iteration, (rollouts, annotated) in enumerate(seen):
-        assert annotated.statistics["rollout/replayed"] == (8 if iteration else 0)
+        share = 8 / len(annotated) if iteration else 0.0
+        assert annotated.statistics["rollout/replayed_share"] == pytest.approx(share)
         if iteration:
             assert annotated.replayed.tolist() == [False] * 16 + [True] * 8
             kept = {key: logprobs for key, logprobs in earlier[-24:]}

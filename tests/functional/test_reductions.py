@@ -7,7 +7,7 @@ from polgrad.conformance._vendor import openrlhf_loss, verl_core_algos
 
 from rlalign.functional.lengths import overlong_mask
 from rlalign.functional.policy_losses import clipped_surrogate
-from rlalign.functional.reductions import masked_mean, masked_sum, masked_whiten, reduce_loss
+from rlalign.functional.reductions import masked_mean, masked_sum, reduce_loss
 
 REDUCTIONS = ["token", "sequence", "constant"]
 
@@ -210,30 +210,3 @@ def test_mean_of_rank_means_is_not_the_mean_kf85():
     ranks = [(torch.tensor([1.0] * 3 + [0.0] * 9), 12), (torch.tensor([1.0] * 3 + [0.0]), 4)]
     total = sum(reduce_loss(x.view(1, -1), torch.ones(1, n), "token", 16) for x, n in ranks)
     assert total.item() == pytest.approx(0.375)
-
-
-def test_whitening_ignores_padding_kf24():
-    values = torch.tensor([[1.0, 2, 3, 99], [5, 0, 99, 99]])
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
-    assert masked_mean(values, mask).item() == pytest.approx(2.2)
-    kept = [1.0, 2.0, 3.0, 5.0, 0.0]
-    variance = sum((x - 2.2) ** 2 for x in kept) / 5
-    assert variance == pytest.approx(2.96)
-    expected = torch.tensor([[-0.6975, -0.1162, 0.4650, 0], [1.6275, -1.2787, 0, 0]])
-    torch.testing.assert_close(masked_whiten(values, mask), expected, rtol=0, atol=6e-5)
-    with_mean = masked_whiten(values, mask, shift_mean=False)
-    torch.testing.assert_close(with_mean, (expected + 2.2) * mask, rtol=0, atol=6e-5)
-
-
-def test_whitening_differs_from_polgrad_by_bessels_correction_alone(tokens):
-    got = masked_whiten(tokens.logprobs, tokens.mask, eps=0.0)
-    theirs = polgrad.whiten(tokens.logprobs, tokens.mask, eps=0.0)
-    torch.testing.assert_close(got, theirs * math.sqrt(14 / 13))
-
-
-@pytest.mark.parametrize("value", [0.1, 0.3, 1e6 + 0.1])
-def test_whitening_of_equal_values_is_exactly_zero(value):
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])
-    x = torch.full((1, 8), value).masked_fill(mask == 0, 5.0)
-    assert masked_whiten(x, mask).tolist() == [[0.0] * 8]
-    assert masked_whiten(x, torch.zeros(1, 8)).tolist() == [[0.0] * 8]

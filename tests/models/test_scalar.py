@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlalign.models.policy import Policy, PolicyConfig
-from rlalign.models.scalar import ScalarModel, at_last_token, before_each_token
+from rlalign.models.scalar import ScalarModel, at_last_token
 
 ARCHITECTURES = ["llama", "qwen2", "gpt2", "gemma2"]
 IDS = torch.tensor([[3, 9, 14, 7, 22, 5], [8, 30, 11, 4, 17, 6]])
@@ -62,10 +62,10 @@ def test_the_last_token_is_found_by_the_mask_kf48():
 
 def test_a_value_is_that_of_the_state_a_token_was_written_in(tiny_model):
     model = ScalarModel(tiny_model)
-    values = before_each_token(model(IDS, MASK), 3)
+    values = model(IDS, MASK)[:, -4:-1]
     changed = IDS.clone()
     changed[:, 4] = 12  # the second of three response tokens
-    later = before_each_token(model(changed, MASK), 3)
+    later = model(changed, MASK)[:, -4:-1]
     torch.testing.assert_close(values[:, :2], later[:, :2])
     assert (values[:, 2] - later[:, 2]).abs().min() > 1e-4
 
