@@ -67,7 +67,7 @@ def best_of_n_correct(scores: Sequence[float | None], correct: Sequence[bool], n
     .. math:: \sum_s c_s \Big[\binom{N_s}{n} - \binom{N_{s-}}{n}\Big] \Big/ \binom{N}{n}
 
     Sources: best-of-n by a verifier, Cobbe et al. 2021 (https://arxiv.org/abs/2110.14168); its estimate from more than
-    ``n`` samples, Nakano et al. 2021, section 3 (https://arxiv.org/abs/2112.09332).
+    ``n`` samples, Nakano et al. 2021 (https://arxiv.org/abs/2112.09332).
 
     Args:
         scores: Of each answer, higher is better, ``[N]``. ``None``, NaN and ``-inf`` stand for answers that could not
