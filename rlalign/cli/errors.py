@@ -87,7 +87,9 @@ def explain(message: str, options: Iterable[str]) -> str:
         classes = re.findall(r"Problem with given class_path '(\S+)'", message[: missing.start()])
         if len(classes) > 1:  # of something within the model or the data
             return f"{_where(message)}: {classes[-1].rpartition('.')[2]} needs {names}."
-        return f"missing: {names}. configs/base.yaml has them: --config configs/base.yaml --config configs/tiny/grpo.yaml."
+        return (
+            f"missing: {names}. configs/base.yaml has them: --config configs/base.yaml --config configs/tiny/grpo.yaml."
+        )
     if match := re.search(r"unrecognized arguments: (\S+)", message):
         classes = re.findall(r"Problem with given class_path '(\S+)'", message)
         if classes:
