@@ -32,8 +32,6 @@ def rollout_statistics(rollouts: Sequence[Rollout], group_size: int) -> dict[str
     lengths = [len(r.token_ids) for r in rollouts]
     groups = [rollouts[i : i + group_size] for i in range(0, len(rollouts), group_size)]
     informative = [len({r.reward for r in group if r.reward is not None}) > 1 for group in groups]
-    all_right = fmean(all(r.correct for r in group) for group in groups)
-    all_wrong = fmean(not any(r.correct for r in group) for group in groups)
     statistics = {
         "rollout/reward": fmean(rewards) if rewards else 0.0,
         "rollout/reward_std": pstdev(rewards) if rewards else 0.0,
@@ -45,12 +43,15 @@ def rollout_statistics(rollouts: Sequence[Rollout], group_size: int) -> dict[str
         "rollout/truncated_share": fmean(r.truncated for r in rollouts),
         "rollout/repetition": fmean(repetition(r.token_ids) for r in rollouts),
         "rollout/unavailable_share": fmean(r.unavailable for r in rollouts),
-        "rollout/zero_std_share": fmean(not has_signal for has_signal in informative),
-        "rollout/all_right_share": all_right,
-        "rollout/all_wrong_share": all_wrong,
-        "rollout/mixed_share": fmean(len({r.correct for r in group}) > 1 for group in groups),
-        "rollout/tokens_per_informative_group": sum(lengths) / max(sum(informative), 1),
+        "rollout/all_right_share": fmean(all(r.correct for r in group) for group in groups),
+        "rollout/all_wrong_share": fmean(not any(r.correct for r in group) for group in groups),
     }
+    if group_size > 1:  # one response differs from no other
+        statistics |= {
+            "rollout/zero_std_share": fmean(not has_signal for has_signal in informative),
+            "rollout/mixed_share": fmean(len({r.correct for r in group}) > 1 for group in groups),
+            "rollout/tokens_per_informative_group": sum(lengths) / max(sum(informative), 1),
+        }
     for name in rollouts[0].components:
         values = [v for r in rollouts if (v := r.components[name]) is not None]
         statistics[f"rollout/reward/{name}"] = fmean(values) if values else 0.0

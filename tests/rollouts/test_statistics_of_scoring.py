@@ -85,3 +85,10 @@ def test_times_are_those_of_the_slowest_rank_and_counts_those_of_all():
 def test_pass_rates_are_over_responses_that_could_be_scored():
     rollouts = [rollout(7, 1.0), rollout(7, 0.0), rollout(7, None), rollout(9, None), rollout(3, 0.6), rollout(3, 0.5)]
     assert pass_rates(rollouts, "correct") == {7: 0.5, 3: 1.0}
+
+
+def test_one_response_a_prompt_is_no_group_without_signal():
+    got = rollout_statistics([rollout(0, 1.0, 5), rollout(1, 0.0, 3)], 1)
+    assert got["rollout/all_right_share"] == got["rollout/all_wrong_share"] == 0.5
+    groups = ("zero_std_share", "mixed_share", "tokens_per_informative_group")
+    assert not any(f"rollout/{name}" in got for name in groups)
