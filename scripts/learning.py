@@ -1,16 +1,17 @@
 """Does every method learn, and which one most for its tokens? ``python scripts/learning.py --seeds 5``.
 
 Trains the embedded model by every file of ``configs/tiny/`` with several seeds, all with the same budget of tokens
-(response tokens sampled and trained on) and a rate that is constant after its warm-up, and measures held-out problems
-on the way. Writes ``docs/learning.md`` (a table: start, end, interval, tokens, seconds, memory, and the paired
-difference to GRPO), ``docs/learning.json`` (all of it) and ``docs/img/learning.png`` (all curves). Runs that were done
-in an earlier call are not done again; delete ``runs/learning`` to begin anew.
+(response tokens sampled and trained on), and measures held-out problems on the way. Writes ``docs/learning.md`` (a
+table: start, end, interval, tokens, processor time, memory, and the paired difference to GRPO), ``docs/learning.json``
+(all of it) and ``docs/img/learning.png`` (all curves). Runs that were done in an earlier call are not done again;
+delete ``runs/learning`` to begin anew.
 
 Closes with ``learning METHODS improved I not_improved N below_start B seeds S``.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -25,24 +26,33 @@ from experiments import BASE, CONFIGS, Arm, Result, at, mean_and_interval, run_a
 DOCS = CONFIGS.parent / "docs"
 REFERENCE = "grpo"
 PAIR_ACCURACY = "val/accuracy"
-LONGER = {"value_response": 8}
-"""What needs a multiple of the budget: a value function has to learn what is right before a policy learns from it."""
+LONGER = {"value_response": 8, "reward_model": 5}
+"""What gets a multiple of the budget: a value function has to learn what is right before a policy learns from it, and a
+reward model learns from all tokens of a response, the prompt's, too."""
 
 
-def arms(names: Sequence[str], budget: int) -> list[Arm]:
-    """A file of ``configs/tiny`` each, until the budget is spent."""
+def arms(names: Sequence[str], budget: int, jobs: int) -> list[Arm]:
+    """A file of ``configs/tiny`` each, with as many iterations as the budget is likely to pay for."""
+    paths = [path for path in sorted((CONFIGS / "tiny").glob("*.yaml")) if not names or path.stem in names]
+    metrics = {path.stem: metric_of(path) for path in paths}
+    counting = ("trainer.callbacks+=TokenBudget", "trainer.check_val_every_n_epoch=1")
+    short = ("trainer.callbacks.init_args.max_tokens=1", "trainer.max_epochs=1")
+    once = [Arm(path.stem, (BASE, path), (*counting, *short), metrics[path.stem]) for path in paths]
+    tokens = {name: runs[0].tokens for name, runs in run_all("learning/one-iteration", once, [0], jobs).items()}
     found = []
-    for path in sorted((CONFIGS / "tiny").glob("*.yaml")):
-        if names and path.stem not in names:
-            continue
-        config = yaml.safe_load(path.read_text())
-        options = ["trainer.max_epochs=100000", "trainer.check_val_every_n_epoch=4", "trainer.callbacks+=TokenBudget"]
-        options.append(f"trainer.callbacks.init_args.max_tokens={budget * LONGER.get(path.stem, 1)}")
-        if config["model"].get("init_args", {}).get("schedule"):
-            options.append("model.init_args.schedule.init_args.shape=constant")
-        metric = PAIR_ACCURACY if config["model"]["class_path"] == "RewardModel" else "val/pass@1"
-        found.append(Arm(path.stem, (BASE, path), tuple(options), metric))
+    for path in paths:
+        allowed = budget * LONGER.get(path.stem, 1)
+        iterations = math.ceil(allowed / tokens[path.stem])
+        options = ("trainer.callbacks+=TokenBudget", f"trainer.callbacks.init_args.max_tokens={allowed}")
+        length = (f"trainer.max_epochs={iterations}", f"trainer.check_val_every_n_epoch={max(1, iterations // 6)}")
+        found.append(Arm(path.stem, (BASE, path), (*options, *length), metrics[path.stem]))
     return found
+
+
+def metric_of(path: Path) -> str:
+    """What a configuration is measured by."""
+    is_reward_model = yaml.safe_load(path.read_text())["model"]["class_path"] == "RewardModel"
+    return PAIR_ACCURACY if is_reward_model else "val/pass@1"
 
 
 def verdict(results: Sequence[Result]) -> tuple[float, float, float, str]:
@@ -88,10 +98,11 @@ def page(found: dict[str, list[Result]], budget: int, jobs: int) -> str:
         f"Every method on the embedded model and its held-out arithmetic, {seeds} seeds each, by",
         f"`python scripts/learning.py --seeds {seeds} --budget {budget}`, on {machine(jobs)}.",
         "",
-        f"Every run ends with the iteration in which it has spent {budget:,} tokens: response tokens sampled, and",
-        "response tokens trained on. The rate is constant after its warm-up, as each file of `configs/tiny/` has it;",
-        "rates were tuned by hand, to learn, not to win. Means with 95% t intervals; *gain* is over the start, *to*",
-        "*GRPO* pairs the seeds. CPU s: processor time, start-up and validations included; MiB: the most memory.",
+        f"Every run has {budget:,} tokens: response tokens sampled, and response tokens trained on. How many",
+        "iterations that pays for is estimated from one, and is the length of the schedules in `configs/tiny/`; a run",
+        "that is through its tokens earlier ends there. Rates were tuned by hand, to learn, not to win. Means with 95% t",
+        "intervals; *gain* is over the start, *to GRPO* pairs the seeds. CPU s: processor time, start-up and validations",
+        "included; MiB: the most memory.",
         "",
         "| method | start | end | gain | to GRPO | tokens | CPU s | MiB |",
         "|---|---|---|---|---|---|---|---|",
@@ -164,10 +175,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.seeds < 2:
         parser.error("an interval needs at least two seeds.")
-    wanted = arms(arguments.methods, arguments.budget)
-    missing = set(arguments.methods) - {arm.name for arm in wanted}
+    missing = set(arguments.methods) - {path.stem for path in (CONFIGS / "tiny").glob("*.yaml")}
     if missing:
         parser.error(f"configs/tiny has no {', '.join(sorted(missing))}.")
+    wanted = arms(arguments.methods, arguments.budget, arguments.jobs)
     found = run_all("learning", wanted, range(arguments.seeds), arguments.jobs)
     text = page(found, arguments.budget, arguments.jobs)
     arguments.out.mkdir(parents=True, exist_ok=True)
