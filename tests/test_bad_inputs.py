@@ -43,6 +43,8 @@ def with_config(path: Path, text: str) -> list[str]:
         (["--trainer.max_epoch=1"], "--trainer.max_epochs"),
         (["--modle.clip_high=1"], "--model"),
         (["--model.clip_hig=1"], "GRPO has no option 'clip_hig'; did you mean clip_high?"),
+        (["--model=RLOO", "--model.reduction=token"], "RLOO settles 'reduction' by itself"),
+        (["--model=DirectAlignmentPO", "--model.annotator=SelfAnotator"], "did you mean SelfAnnotator?"),
         (["--model.policy.lora_rnk=1"], "lora_rank"),
         (["--data.sampling.top_pp=1"], "top_p"),
     ],
@@ -159,3 +161,27 @@ def test_checkpoint_of_another_model(capsys, tmp_path):
 def test_checkpoint_that_is_not_there(capsys):
     assert "there is no checkpoint" in sentence(capsys, "--ckpt_path=last")
     assert "there is no checkpoint" in sentence(capsys, "--ckpt_path=none.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("method", "algorithm", "expected"),
+    [
+        ("kto", "DPO", "DPO learns from a PreferenceDataModule, not from a LabelledDataModule"),
+        ("dpo", "KTO", "KTO learns from a LabelledDataModule, not from a PreferenceDataModule"),
+        ("sft", "SimPO", "SimPO learns from a PreferenceDataModule, not from a DemonstrationDataModule"),
+        ("dpo", "GRPO", "GRPO learns from a RolloutDataModule, not from a PreferenceDataModule"),
+    ],
+)
+def test_data_of_another_kind_of_method(method, algorithm, expected, capsys):
+    config = ["--config", str(ROOT / f"configs/tiny/{method}.yaml"), f"--model={algorithm}"]
+    with pytest.raises(SystemExit):
+        main(["fit", *BASE[:2], *config, "--run", "bad", "--trainer.accelerator=cpu"])
+    error = capsys.readouterr().err
+    assert f"rlalign: error: {expected}: change data.class_path." in error
+    assert "Traceback" not in error
+
+
+def test_nothing_is_sampled_to_predict(capsys):
+    with pytest.raises(SystemExit):
+        main(["predict", *BASE[:2], "--config", str(ROOT / "configs/tiny/dpo.yaml"), "--run", "bad"])
+    assert "DPO samples none" in capsys.readouterr().err

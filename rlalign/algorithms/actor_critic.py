@@ -3,7 +3,6 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -124,9 +123,7 @@ class ActorCritic(CriticModule):
         # While the critic warms up the policy's gradient is 0, not missing: ranks exchange it all the same.
         loss = (0.0 if self.trains_critic_only else 1.0) * actor + torch.where(fresh, self.vf_coef * value_loss, 0.0)
         found |= of_kl | {"value_loss": value_loss, "value_clip": is_clipped.float(), "kl_old": kl_k3(old, logprobs)}
-        self.token_metrics(
-            replace(batch, loss_mask=fresh), loss=loss, policy_loss=policy_loss, entropy=entropy, **found
-        )
+        self.token_metrics(batch, loss=loss, policy_loss=policy_loss, entropy=entropy, **found)
         self.log_advantages(batch)
         return self.reduce(torch.where(batch.loss_mask, loss, 0.0), batch)
 

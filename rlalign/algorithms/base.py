@@ -3,9 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from lightning import LightningDataModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rlalign.algorithms.module import TrainedModule
@@ -15,6 +17,7 @@ from rlalign.metrics.held_out import held_out_figures, held_out_metrics, sample_
 from rlalign.models.policy import Policy, PolicyConfig
 from rlalign.models.scoring import TokenScores
 from rlalign.rollouts.batch import Rollout, RolloutBatch
+from rlalign.rollouts.datamodule import RolloutDataModule
 from rlalign.rollouts.ranks import data_parallel, gather_objects, run_seed, sum_over_ranks
 
 
@@ -75,6 +78,7 @@ class RolloutModule(PolicyModule, ABC):
         kwargs: See :class:`PolicyModule`.
     """
 
+    served_by: ClassVar[type[LightningDataModule]] = RolloutDataModule
     max_rounds: int = 1
     rows_together: int = 1
     partial_batch: Literal["keep", "fill"] = "keep"
@@ -93,6 +97,14 @@ class RolloutModule(PolicyModule, ABC):
         self.needs_kl_step = False
         """Set by a callback in ``setup``: log ``train/kl_step``."""
         self._kl_probe: RolloutBatch | None = None
+
+    def on_fit_start(self) -> None:
+        """Say so where a KL to the policy of before the iteration does nothing."""
+        is_to_old = getattr(self, "kl_to", "reference") == "old" and getattr(self, "kl_coef", 0.0) > 0
+        if is_to_old and self.data.plan.num_steps == 1:
+            rank_zero_warn(
+                "kl_to=old does nothing with one step an iteration: the policy is the old one. Lower step_size."
+            )
 
     # ---- from rollouts to a batch to learn from ----------------------------------------------------------------------
 
@@ -213,20 +225,24 @@ class RolloutModule(PolicyModule, ABC):
         return float(sums[0] / sums[1].clamp(min=1))
 
     def token_metrics(self, batch: RolloutBatch, **values: Tensor) -> None:
-        """Log means over the tokens that count, under ``train/``; nothing for a step without any."""
-        if batch.step_tokens == 0:
-            return
-        weight = int(batch.loss_mask.sum())
-        self.log_mean(
-            {f"train/{name}": masked_mean(value.detach(), batch.loss_mask) for name, value in values.items()}, weight
-        )
+        """Log means over the fresh tokens that count, under ``train/``; nothing for a step without any."""
+        self._log_over(batch.fresh_mask, batch.step_tokens - batch.step_replayed_tokens, values)
+
+    def replay_metrics(self, batch: RolloutBatch, **values: Tensor) -> None:
+        """The same over the tokens that are replayed."""
+        self._log_over(batch.loss_mask & ~batch.fresh_mask, batch.step_replayed_tokens, values)
+
+    def _log_over(self, mask: Tensor, step_tokens: float, values: dict[str, Tensor]) -> None:
+        if step_tokens:  # alike on all ranks; of none there is no mean
+            means = {f"train/{name}": masked_mean(value.detach(), mask) for name, value in values.items()}
+            self.log_mean(means, int(mask.sum()))
 
     def log_advantages(self, batch: RolloutBatch) -> None:
-        """Log how large advantages are: a mean over the tokens of each response, then over responses."""
-        if batch.advantages is None or batch.step_tokens == 0:
+        """Log how large those of fresh responses are: a mean over the tokens of each, then over responses."""
+        if batch.advantages is None or batch.step_tokens == batch.step_replayed_tokens:
             return
-        of_response = masked_mean(batch.advantages.abs().expand_as(batch.loss_mask), batch.loss_mask, dim=1)
-        rows = batch.loss_mask.any(-1)
+        of_response = masked_mean(batch.advantages.abs().expand_as(batch.loss_mask), batch.fresh_mask, dim=1)
+        rows = batch.fresh_mask.any(-1)
         self.log_mean({"train/advantage_abs": masked_mean(of_response, rows)}, int(rows.sum()))
 
     # ---- validation --------------------------------------------------------------------------------------------------

@@ -108,6 +108,10 @@ class CriticModule(RolloutModule):
         policy["lr"] = 0.0 if self.trains_critic_only else rate
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         policy["lr"] = rate
+        if self.trains_critic_only:
+            # Adam would take moments of 0 for a mean over many steps, and the policy's first steps would be too long.
+            for parameter in policy["params"]:
+                optimizer.state.pop(parameter, None)
 
     def evaluate(self, batch: RolloutBatch) -> tuple[TokenScores, Tensor]:
         """Scores of the response tokens, and the values before each and after the last one, ``[B, T + 1]``."""

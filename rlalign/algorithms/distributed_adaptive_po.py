@@ -88,9 +88,11 @@ class DistributedAdaptivePO(GRPO):
     def advantages(self, rollouts: RolloutBatch, group_size: int) -> Tensor:
         """Rewards against what the worker expected of the prompt, with its importance weight, ``[B, 1]``."""
         by, valid = self.data.curriculum, rollouts.valid
-        mean = float(rollouts.rewards[valid].mean()) if valid.any() else 0.0
+        # Of what a worker has not seen yet, the others of the iteration stand for what it expects.
+        none = torch.zeros_like(rollouts.rewards)
+        others = shrunk_baselines(rollouts.rewards, len(rollouts), none, 0.0, valid).tolist()
         places = [(int(by.worker[p]), int(by.stratum[p])) for p in rollouts.prompt_index.tolist()]
-        prior = torch.tensor([self.estimates.get(place, mean) for place in places])
+        prior = torch.tensor([self.estimates.get(place, other) for place, other in zip(places, others, strict=True)])
         baseline = shrunk_baselines(rollouts.rewards, group_size, prior, self.prior_samples, valid)
         weights = by.importance(rollouts.prompt_index)
         return (weights * (rollouts.rewards - baseline)).masked_fill(~valid, 0.0).unsqueeze(1)

@@ -136,7 +136,7 @@ class GeneralizedRPO(PPO):
         mask = batch.loss_mask & batch.replayed.unsqueeze(1)
         replayed = truncated_importance_loss(logprobs, batch.sampler_logprobs, batch.advantages, mask, self.replay_cap)
         weight = truncated_importance_weights(logprobs.detach(), batch.sampler_logprobs, mask, self.replay_cap)
-        self.token_metrics(replace(batch, loss_mask=mask), replay_loss=replayed, replay_weight=weight)
+        self.replay_metrics(batch, replay_loss=replayed, replay_weight=weight)
         return torch.where(mask, self.replay_coef * replayed, fresh), found
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -60,6 +60,7 @@ class GradientRegularizedPO(ActorCritic):
 
     def on_fit_start(self) -> None:
         """Warn of steps that are too small for the KL to be measured and held."""
+        super().on_fit_start()
         if self.data.step_size < FEWEST_SAMPLES:
             rank_zero_warn(
                 f"data.step_size={self.data.step_size} is fewer than {FEWEST_SAMPLES} samples an optimizer step: the "

@@ -1,11 +1,9 @@
 """Group Relative Policy Optimization."""
 
 import math
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from rlalign.algorithms.base import RolloutModule
@@ -89,10 +87,7 @@ class GRPO(RolloutModule):
         data = self.data
         if data.group_size < 2:
             raise ValueError("data.group_size=1 gives every response the advantage 0: it must be at least 2.")
-        if self.kl_coef and self.kl_to == "old" and data.plan.num_steps == 1:
-            rank_zero_warn(
-                "kl_to=old does nothing with one step an iteration: the policy is the old one. Lower step_size."
-            )
+        super().on_fit_start()
 
     def advantages(self, rollouts: RolloutBatch, group_size: int) -> Tensor:
         """Rewards against those of the group, ``[B, 1]``."""
@@ -134,6 +129,6 @@ class GRPO(RolloutModule):
                 loss = loss + self.kl_coef * torch.where(fresh, kl, 0.0)
         if self.entropy_coef:
             loss = loss - self.entropy_coef * torch.where(fresh, entropy, 0.0)
-        self.token_metrics(replace(batch, loss_mask=fresh), loss=loss, **metrics)
+        self.token_metrics(batch, loss=loss, **metrics)
         self.log_advantages(batch)
         return self.reduce(torch.where(mask, loss, 0.0), batch)

@@ -1,14 +1,15 @@
 """Kahneman-Tversky optimization."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from lightning import LightningDataModule
 from torch import Tensor
 
 from rlalign.algorithms.base import PolicyModule
 from rlalign.algorithms.offline import OfflineModule
-from rlalign.data.labelled import LabelledBatch
+from rlalign.data.labelled import LabelledBatch, LabelledDataModule
 from rlalign.data.preferences import ResponseBatch
 from rlalign.functional.kto import kto_loss, kto_reference_point
 from rlalign.functional.preference_losses import implicit_rewards, sequence_logprobs
@@ -34,6 +35,8 @@ class KTO(PolicyModule, OfflineModule):
         undesirable_weight: Weight of bad ones.
         kwargs: See :class:`~rlalign.algorithms.base.PolicyModule`.
     """
+
+    served_by: ClassVar[type[LightningDataModule]] = LabelledDataModule
 
     def __init__(
         self, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0, **kwargs: Any
@@ -74,6 +77,9 @@ class KTO(PolicyModule, OfflineModule):
         means = {"loss": masked_mean(loss.detach(), valid), "reference_point": batch.reference_point}
         self.log_mean({f"{stage}/{name}": value for name, value in means.items()}, int(valid.sum()))
         rewards = implicit_rewards(logprobs, ref_logprobs, self.beta)
-        for name, rows in (("desirable", valid & good), ("undesirable", valid & ~good)):
-            self.log_mean({f"{stage}/{name}_reward": masked_mean(rewards, rows)}, int(rows.sum()))
+        of_kind = {"desirable": (good, batch.step_desirable)}
+        of_kind["undesirable"] = (~good, batch.step_sequences - batch.step_desirable)
+        for name, (rows, in_step) in of_kind.items():
+            if in_step:  # alike on all ranks; of none there is no mean
+                self.log_mean({f"{stage}/{name}_reward": masked_mean(rewards, valid & rows)}, int((valid & rows).sum()))
         return self.step_scale() * loss.sum() / max(batch.step_sequences, 1.0)

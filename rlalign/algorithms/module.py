@@ -3,10 +3,10 @@
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from lightning import LightningModule
+from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
@@ -57,6 +57,9 @@ class TrainedModule(LightningModule, ABC):
         self._is_built = False
         self._skip_update = False
         self._terms: dict[str, Callable[[int], Tensor | None]] = {}
+
+    served_by: ClassVar[type[LightningDataModule]] = LightningDataModule
+    """The data module that serves what it learns from."""
 
     @property
     def data(self) -> Any:

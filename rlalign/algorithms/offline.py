@@ -1,15 +1,19 @@
 """What learning from data that are read has in common: one loss, in training and on held-out rows."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
+from lightning import LightningDataModule
 from torch import Tensor
 
 from rlalign.algorithms.module import TrainedModule
+from rlalign.data.preferences import PreferenceDataModule
 
 
 class OfflineModule(TrainedModule, ABC):
     """Learns from the minibatches of a :class:`~rlalign.data.offline.OfflineDataModule`."""
+
+    served_by: ClassVar[type[LightningDataModule]] = PreferenceDataModule
 
     @abstractmethod
     def loss_of(self, batch: Any, stage: str) -> Tensor:
@@ -23,3 +27,5 @@ class OfflineModule(TrainedModule, ABC):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log what the model makes of held-out rows, means over all of them."""
         self.loss_of(batch, "val")
+
+    test_step = validation_step

@@ -72,9 +72,13 @@ class SampledPairs(PairLoss, RolloutModule):
     def annotate(self, rollouts: RolloutBatch, num_steps: int, minibatch_size: int) -> RolloutBatch:
         """Fill in the reference's log-probabilities, if used.
 
-        Those before the iteration serve the measure of its KL only; what no policy sampled here has them not yet.
+        Those before the iteration serve the measure of its KL only, which is one of what the policy sampled.
         """
-        return super().annotate(rollouts, 2 if self.needs_kl_step else 1, minibatch_size)
+        if not self.needs_kl_step:
+            return super().annotate(rollouts, 1, minibatch_size)
+        rollouts = super().annotate(rollouts, 2, minibatch_size)
+        self._kl_probe = rollouts[rollouts.sample_index >= 0][:64]
+        return rollouts
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
         """The loss of one minibatch of pairs."""

@@ -1,10 +1,13 @@
 """Supervised fine-tuning."""
 
+from typing import ClassVar
+
 import torch
+from lightning import LightningDataModule
 from torch import Tensor
 
 from rlalign.algorithms.base import PolicyModule
-from rlalign.data.demonstrations import DemonstrationBatch
+from rlalign.data.demonstrations import DemonstrationBatch, DemonstrationDataModule
 from rlalign.functional.reductions import masked_mean, reduce_loss
 from rlalign.models.scoring import TokenScores
 
@@ -15,6 +18,8 @@ class SFT(PolicyModule):
     The first step of Ouyang et al. 2022, section 3.5 (https://arxiv.org/abs/2203.02155). Serve it with a
     :class:`~rlalign.data.demonstrations.DemonstrationDataModule`.
     """
+
+    served_by: ClassVar[type[LightningDataModule]] = DemonstrationDataModule
 
     def score(self, batch: DemonstrationBatch) -> tuple[TokenScores, Tensor]:
         """Scores of all tokens but the first of each row, ``[B, L - 1]``, and which of them count."""
@@ -38,3 +43,5 @@ class SFT(PolicyModule):
         """Log the loss of held-out demonstrations, a mean over all their tokens."""
         scores, mask = self.score(batch)
         self.log_mean({"val/loss": masked_mean(-scores.logprobs, mask)}, int(mask.sum()))
+
+    test_step = validation_step

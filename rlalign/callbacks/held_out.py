@@ -14,7 +14,7 @@ from rlalign.rollouts.template import Rendering
 
 
 class HeldOutProblems(Callback):
-    """Has the policy answer held-out problems whenever the trainer validates, also in ``rlalign validate``.
+    """Has the policy answer held-out problems when the trainer validates, also in ``rlalign validate`` and ``test``.
 
     For ``SFT``, ``DPO``, ``KTO`` and other runs on data that are read: it logs the figures (``val/pass@1``, ...) that
     runs on rollouts log, drawn with the same random numbers for every checkpoint.
@@ -90,3 +90,5 @@ class HeldOutProblems(Callback):
         for indices in self.data.val_dataloader():
             sample_and_count(metrics, self.data, indices)
         pl_module.log_dict(held_out_figures(metrics, self.data.max_unavailable_share), sync_dist=True)
+
+    on_test_epoch_end = on_validation_epoch_end

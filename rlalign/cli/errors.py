@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import rlalign.rewards
 from rlalign.algorithms.module import TrainedModule
+from rlalign.rollouts.annotators import Annotator
 from rlalign.rollouts.curriculum import Curriculum
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -127,6 +128,8 @@ def _unknown_parameter(where: str, class_path: str | None, name: str) -> str:
         kinds = [kind for kind in _parameters(cls).get(part, []) if isinstance(kind, type) and kind is not type(None)]
         cls = kinds[0] if kinds else cls
     known = _parameters(cls)
+    if class_has_part and name.split(".")[-1] in known:  # of a class that it is made from
+        return f"{where}: {cls.__name__} settles '{name}' by itself: leave it out."
     near = _did_you_mean(name.split(".")[-1], known) if class_has_part else _did_you_mean(name.split(".")[0], known)
     return f"{where}: {cls.__name__} has no option '{name}'{near}."
 
@@ -154,7 +157,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _short_names() -> set[str]:
-    found, left = set(rlalign.rewards.__all__), [TrainedModule, LightningDataModule, Callback, Curriculum]
+    found, left = set(rlalign.rewards.__all__), [TrainedModule, LightningDataModule, Callback, Curriculum, Annotator]
     while left:
         cls = left.pop()
         found.add(cls.__name__)

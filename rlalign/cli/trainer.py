@@ -14,6 +14,7 @@ from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 import rlalign.cli.classes  # noqa: F401  lets configs name classes without their path
+from rlalign.algorithms.base import RolloutModule
 from rlalign.algorithms.module import TrainedModule
 from rlalign.callbacks.checkpoint import IterationCheckpoint
 from rlalign.callbacks.progress import IterationProgress
@@ -197,7 +198,16 @@ class TrainerCLI(LightningCLI):
         return loggers or False
 
     def predict(self, **kwargs: Any) -> None:
-        """Write the responses, those of all ranks, or those picked among them."""
+        """Write the responses, those of all ranks, or those picked among them.
+
+        Raises:
+            ValueError: If the algorithm samples none.
+        """
+        if not isinstance(self.model, RolloutModule):
+            raise ValueError(
+                f"predict writes sampled responses, and {type(self.model).__name__} samples none: rlalign export its "
+                "checkpoint, and predict with the configuration of a method that does and model.policy.model=FOLDER."
+            )
         pick = self.options.pick
         self.trainer.callbacks.append(CheckPick(pick))  # type: ignore[attr-defined]
         batches: list[Any] = self.trainer.predict(**kwargs) or []

@@ -21,6 +21,8 @@ class LabelledBatch(ResponseBatch):
 
     desirable: Tensor | None = None
     """True where a response is good, ``[B]``."""
+    step_desirable: float = 0.0
+    """Good responses in the whole optimizer step, over all minibatches and ranks."""
     mismatched: ResponseBatch | None = None
     """The same prompts with responses to other prompts of the optimizer step; in its ``loss_mask`` nothing is true
     where the step has no other prompt."""
@@ -151,6 +153,7 @@ class LabelledDataModule(OfflineDataModule):
         return LabelledBatch(
             **response_tensors(items, pad_id),
             desirable=data.desirable[torch.tensor([int(i) for i in rows])],
+            step_desirable=float(data.desirable[torch.tensor([int(i) for i in step])].sum()),
             mismatched=ResponseBatch(**response_tensors(crossed, pad_id)),
         )
 

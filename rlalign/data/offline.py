@@ -265,6 +265,10 @@ class OfflineDataModule(SeededDataModule, ABC):
 
         return LazyLoader(batches, -(-len(data) // unit))
 
+    def test_dataloader(self) -> LazyLoader | list[Any]:
+        """As in validation."""
+        return self.val_dataloader()
+
 
 def pad_rows(rows: Sequence[Sequence[int]], left: bool = False, fill: int = 0) -> Tensor:
     """Rows of numbers, or of truth values where ``fill`` is one, as one tensor ``[B, L]``, filled where they end."""

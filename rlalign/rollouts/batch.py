@@ -61,6 +61,8 @@ class RolloutBatch:
     """Of the distribution that was sampled; every log-probability is of this distribution."""
     step_tokens: float = 0.0
     """Tokens in ``loss_mask`` of the whole optimizer step, over all minibatches and ranks."""
+    step_replayed_tokens: float = 0.0
+    """Those of them that are replayed."""
     step_sequences: float = 0.0
     """Rows with at least one such token in the whole optimizer step."""
     statistics: dict[str, float] = field(default_factory=dict)

@@ -359,12 +359,18 @@ class RolloutDataModule(SeededDataModule):
         rank = data_parallel(self.trainer)[0]
         for items in plan.steps(len(rollouts), self.seed, iteration):
             ended = self.end_iteration  # looked at between steps only, so that no step is cut in two
-            mask = rollouts.loss_mask[torch.from_numpy(items)]
-            tokens, sequences = (0.0, 0.0) if ended else (float(mask.sum()), float(mask.any(-1).sum()))
+            of_step = rollouts[torch.from_numpy(items)]
+            tokens, fresh = float(of_step.loss_mask.sum()), float(of_step.fresh_mask.sum())
+            sizes: dict[str, Any] = {
+                "step_tokens": tokens,
+                "step_replayed_tokens": tokens - fresh,
+                "step_sequences": float(of_step.loss_mask.any(-1).sum()),
+            }
+            sizes = dict.fromkeys(sizes, 0.0) if ended else sizes
             for rows in plan.minibatches(items, lengths, rank):
                 usable = len(rows) and not ended
                 batch = rollouts[torch.from_numpy(rows)].trimmed() if usable else rollouts.emptied(plan.rows_together)
-                yield Sealed(replace(batch, step_tokens=tokens, step_sequences=sequences, statistics=first))
+                yield Sealed(replace(batch, **sizes, statistics=first))
                 first = {}
 
     def _prepared(self, collected: RolloutBatch) -> RolloutBatch:

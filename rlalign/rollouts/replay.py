@@ -45,7 +45,7 @@ class ReplayBuffer:
         """
         if not len(rollouts):
             return
-        new = replace(rollouts, statistics={}, step_tokens=0.0, step_sequences=0.0)
+        new = replace(rollouts, statistics={}, step_tokens=0.0, step_replayed_tokens=0.0, step_sequences=0.0)
         joined = new if self._rows is None else join_batches([self._rows, new])
         # A copy, so that the rows which are left out are not kept in memory by those which are not.
         self._rows = joined[-self.capacity :].trimmed().map(torch.Tensor.clone)

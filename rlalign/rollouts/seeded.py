@@ -30,9 +30,23 @@ class SeededDataModule(LightningDataModule, ABC):
         """Drop what was loaded, so that ``setup`` loads it again."""
 
     def setup(self, stage: str) -> None:
-        """Settle the seed; alike on all ranks."""
+        """Settle the seed; alike on all ranks.
+
+        Raises:
+            ValueError: If the algorithm learns from another kind of data.
+        """
+        self._check_learner()
         if self.seed is None:
             self.seed = run_seed(self.trainer)
+
+    def _check_learner(self) -> None:
+        trainer: Any = self.trainer
+        learner: Any = trainer.lightning_module
+        wanted = getattr(learner, "served_by", type(self))
+        serves = getattr(trainer, "datamodule", None) in (None, self)  # and not the held-out problems of a callback
+        if serves and not isinstance(self, wanted):
+            name, mine = type(learner).__name__, type(self).__name__
+            raise ValueError(f"{name} learns from a {wanted.__name__}, not from a {mine}: change data.class_path.")
 
     def state_dict(self) -> dict[str, Any]:
         """The seed."""

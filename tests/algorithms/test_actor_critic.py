@@ -393,3 +393,21 @@ def test_a_verifier_and_one_response_a_prompt(tiny_model, prompts_file):
     trainer.fit(module, data)
     assert trainer.global_step == 1
     assert float(trainer.callback_metrics["train/advantage_abs"]) > 0
+
+
+def test_after_the_warm_up_the_steps_of_adam_are_as_long_as_without_one(tiny_model, prompts_file):
+    """Its moments know nothing of iterations that did not train the policy: the first step is about the rate."""
+    steps = []
+
+    class Watched(PPO):
+        def on_train_epoch_start(self):
+            self.before = torch.cat([p.detach().flatten() for p in self.policy.lm.parameters()])
+
+        def on_train_epoch_end(self):
+            after = torch.cat([p.detach().flatten() for p in self.policy.lm.parameters()])
+            steps.append(float((after - self.before).abs().max()))
+
+    adam = {"optimizer": lambda p: torch.optim.Adam(p, lr=1e-3, betas=(0.5, 0.999))}
+    fit(tiny_model, prompts_file, Watched, {"max_epochs": 21}, critic_warmup=20, **adam)
+    assert steps[:20] == [0.0] * 20
+    assert steps[20] == pytest.approx(1e-3, rel=0.01)  # with 20 steps of gradient 0 counted, 2.3 times that

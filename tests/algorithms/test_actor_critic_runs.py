@@ -155,6 +155,12 @@ def test_the_trust_region_follows_the_kl(tiny_model, prompts_file, lr, is_far):
         assert (logged["train/clip_range"], logged["train/kl_coef"]) == pytest.approx((before[1], before[0]))
 
 
+@pytest.mark.parametrize("cls", [GradientRegularizedPO, GeneralizedRPO])
+def test_a_kl_that_does_nothing_is_told(tiny_model, prompts_file, cls):
+    with pytest.warns(UserWarning, match="kl_to=old does nothing"):
+        fit(tiny_model, prompts_file, cls, kl_coef=0.1)
+
+
 def test_few_samples_a_step_are_warned_of(tiny_model, prompts_file):
     with pytest.warns(UserWarning, match=r"step_size=16 is fewer than 512 samples"):
         fit(tiny_model, prompts_file, GradientRegularizedPO)
@@ -212,3 +218,18 @@ def test_what_is_replayed_was_sampled_before_and_scored_now(tiny_model, prompts_
         for i in range(16):
             width = int(rollouts.response_lengths[i])
             earlier.append((key(rollouts, i), rollouts.sampler_logprobs[i, :width].tolist()))
+
+
+def test_where_only_older_rollouts_count_no_mean_of_nothing_is_logged(tiny_model, prompts_file):
+    """Not NaN, on which controllers would act."""
+
+    class CutAfterTheFirst(GeneralizedRPO):
+        def filtered(self, rollouts):
+            rollouts.truncated = torch.full_like(rollouts.truncated, self.current_epoch > 0)
+            return super().filtered(rollouts)
+
+    _, _, trainer = fit(tiny_model, prompts_file, CutAfterTheFirst, {"max_epochs": 2}, overlong_filter=True)
+    metrics = trainer.callback_metrics
+    assert metrics["train/empty_steps"] == 0
+    assert {"train/replay_loss", "train/replay_weight"} <= set(metrics)
+    assert all(torch.isfinite(value) for value in metrics.values())

@@ -89,10 +89,10 @@ def test_advantages_of_the_second_iteration_restated(tiny_model, strata_file):
     running: dict[tuple[int, int], float] = {}
     for rewards, at, estimates, advantages in found:
         assert estimates == pytest.approx(running)
-        mean = sum(rewards) / len(rewards)
         for i, (worker, stratum, weight) in enumerate(at):
             group = rewards[i // 4 * 4 : i // 4 * 4 + 4]
-            value = running.get((worker, stratum), mean)
+            others = (sum(rewards) - rewards[i]) / (len(rewards) - 1)  # its own reward is in no baseline
+            value = running.get((worker, stratum), others)
             want = weight * (rewards[i] - (2 * value + sum(group) - rewards[i]) / 5)
             assert advantages[i] == pytest.approx(want, abs=1e-5)
         for place in {(w, s) for w, s, _ in at}:

@@ -405,3 +405,20 @@ def test_dropout_of_a_reward_model_is_in_training_only(tiny_model, pairs):
 def test_options_out_of_bounds_are_refused_at_once_kf32(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_steps_without_a_kind_of_response_log_no_mean_of_nothing(tiny_model, tmp_path):
+    path = tmp_path / "labelled.jsonl"
+    rows = [{"prompt": f"is it {i}?", "response": "abc"[: 1 + i % 3], "label": i != 3} for i in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen = []
+
+    class Watched(KTO):
+        def on_train_epoch_end(self):
+            seen.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
+
+    lightning.seed_everything(5)
+    module = Watched(policy=PolicyConfig(tiny_model), optimizer=sgd)
+    make_trainer(max_epochs=3).fit(module, LabelledDataModule(str(path), step_size=2, steps_per_epoch=1))
+    assert sum("train/undesirable_reward" in metrics for metrics in seen) in (1, 2, 3)
+    assert all(math.isfinite(value) for metrics in seen for value in metrics.values())

@@ -317,3 +317,23 @@ def test_what_cannot_be_is_refused(tiny_model, prompts_file):
         run(tiny_model, prompts_file, OnlineDPO, group_size=1)
     with pytest.raises(ValueError, match=r"minibatch_size=1 .* must be a multiple of 2"):
         run(tiny_model, prompts_file, OnlineDPO, {"accumulate_grad_batches": 16})
+
+
+def test_the_kl_is_measured_on_what_the_policy_sampled(tiny_model, prompts_file):
+    """A perturbed response is no sample of the policy: its tokens would count as ones that it draws."""
+    probes = []
+
+    class Watched(DirectAlignmentPO):
+        def kl_step(self, probe):
+            probes.append(probe)
+            return super().kl_step(probe)
+
+    module, data, trainer = make_pairs_run(
+        tiny_model, prompts_file, Watched, perturbed_share=1.0, prompts_per_iteration=12
+    )
+    module.needs_kl_step = True
+    trainer.fit(module, data)
+    (probe,) = probes
+    assert len(probe) == trainer.callback_metrics["rollout/pairs"] > 0
+    assert (probe.sample_index >= 0).all()
+    assert probe.old_logprobs is not None

@@ -153,3 +153,12 @@ def test_check_shows_a_pair(tmp_path, monkeypatch, capsys):
     assert "response labelled bad" in seen["kto"]
     assert "first demonstration" in seen["sft"]
     assert "<|pad|>" not in seen["dpo"] + seen["reward_model"] + seen["kto"], "padding is not shown"
+
+
+def test_a_final_test_answers_them_too():
+    lightning.seed_everything(3)
+    trainer = make_trainer(callbacks=[problems()])
+    trainer.test(DPO(policy=PolicyConfig("embedded")), PreferenceDataModule(PAIRS, PAIRS, step_size=32), verbose=False)
+    got = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert got == figures()
+    assert {"val/loss", "val/pass@1"} <= set(got)
