@@ -277,7 +277,7 @@ def ask(question: Question) -> str:
         given = input(f"1-{len(names)}? ").strip()
         if given in names:
             return given
-        if given.isdigit() and 1 <= int(given) <= len(names):
+        if given.isdecimal() and 1 <= int(given) <= len(names):
             return names[int(given) - 1]
         print(f"Answer with a number, or one of {', '.join(names)}.")
 

@@ -29,6 +29,19 @@ SECTIONS = ("config", "seed_everything", "trainer", "model", "data", "optimizer"
 FILES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice: YAML would take the last one, and a stage would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for number, key in enumerate(keys):
+            if key in keys[:number] and key != "<<":
+                raise ValueError(
+                    f"'{key}' stands there twice, again in line {node.value[number][0].start_mark.line + 1}."
+                )
+        return super().construct_mapping(node, deep)
+
+
 @dataclass(frozen=True)
 class Stage:
     """One stage, all of its settings settled but for what earlier stages will make."""
@@ -116,9 +129,11 @@ def read_stages(path: Path, overrides: dict[str | None, list[str]]) -> list[Stag
         near = difflib.get_close_matches(str(path), known, n=1, cutoff=0.4)
         raise FileNotFoundError(f"there is no pipeline {path}{f'; did you mean {near[0]}?' if near else '.'}")
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), _Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     given = content.get("stages") if isinstance(content, dict) else None
     if not isinstance(given, dict) or not given or set(content) != {"stages"}:
         raise ValueError(f"{path}: expected 'stages', each with 'config' and 'settings', and nothing beside it.")

@@ -370,6 +370,7 @@ def test_bad_files_are_refused(pipeline, tmp_path, capsys):
     for text, told in (
         ("stages: [", "is no YAML"),
         ("steps: {}", "expected 'stages'"),
+        ("stages:\n  a: {config: base.yaml}\n  a: {config: base.yaml}", "'a' stands there twice, again in line 3"),
         ("stages: {trainer: {config: base.yaml}}", "stage trainer: the name must be"),
         ("stages: {a b: {config: base.yaml}}", "stage a b: the name must be"),
         ("stages: {sft: {confg: base.yaml}}", "stage sft: expected 'config' (files) and 'settings'"),

@@ -130,7 +130,7 @@ def test_an_unknown_answer_is_refused(capsys):
 
 
 def test_on_a_terminal_it_asks_for_what_no_flag_says(on_terminal, capsys):
-    left = on_terminal("7", "what?", "3", "little")
+    left = on_terminal("7", "²", "3", "little")
     assert main(["recommend"]) == 0
     assert not left
     shown = capsys.readouterr().out
