@@ -109,7 +109,7 @@ class AdaptiveKL(Controller):
     ) -> None:
         """Act after an optimizer step, where that was asked for."""
         if self.every == "step" and finished_step(trainer, batch_idx):
-            kl = self._step_mean(trainer)
+            kl = self._step_mean(trainer, batch)
             if kl is not None and math.isfinite(kl):
                 self._move(pl_module, kl)
 

@@ -59,8 +59,12 @@ class StepMean:
         """Forget the iteration before."""
         self._seen = (0.0, 0.0)
 
-    def __call__(self, trainer: Trainer) -> float | None:
-        """The mean of the step since the last call; ``None`` if it has no token.
+    def __call__(self, trainer: Trainer, batch: Any) -> float | None:
+        """The mean of the step since the last call; ``None`` if it has no token, or does not train the policy.
+
+        Args:
+            trainer: After the step.
+            batch: Its last minibatch.
 
         Raises:
             ValueError: If the module does not log the metric.
@@ -69,6 +73,12 @@ class StepMean:
         results = trainer._results
         found = [m for m in results.values() if m.meta.name == self.name] if results is not None else []
         if not found:
+            module: Any = trainer.lightning_module
+            idle = getattr(module, "idle", None)
+            if (idle is not None and idle is module.policy) or batch.step_tokens == getattr(
+                batch, "step_replayed_tokens", 0.0
+            ):
+                return None
             raise ValueError(f"'{self.name}' is needed after every optimizer step, but the algorithm does not log it.")
         total, weight = float(found[0].value), float(found[0].cumulated_batch_size)
         step = (total - self._seen[0], weight - self._seen[1])

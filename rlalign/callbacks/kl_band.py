@@ -69,6 +69,6 @@ class KLBand(Band):
         """Look at the optimizer step that is finished."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self.ends_iterations and finished_step(trainer, batch_idx):
-            kl = self._step_kl(trainer)
+            kl = self._step_kl(trainer, batch)
             if kl is not None:
                 self.judge_step(trainer, "train/kl_old", kl)

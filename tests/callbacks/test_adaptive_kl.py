@@ -1,7 +1,11 @@
 import pytest
+import torch
 
 from distributed import run_distributed
-from rlalign.callbacks import AdaptiveKL
+from rlalign.algorithms.grpo import GRPO
+from rlalign.algorithms.value_response import ValueResponse
+from rlalign.callbacks import AdaptiveKL, KLBand
+from runs import fit
 from short_runs import Feed, Record, checkpoint, run
 
 
@@ -182,3 +186,27 @@ def test_a_module_without_the_coefficient():
 
     with pytest.raises(ValueError, match="AdaptiveKL moves kl_coef, which Plain does not have"):
         AdaptiveKL().setup(None, Plain(), "fit")
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: AdaptiveKL(target=0.02, every="step"),
+        lambda: KLBand(high=0.05, action_high="end_iteration"),
+    ],
+)
+@pytest.mark.parametrize("method", [GRPO, ValueResponse])
+def test_first_steps_that_train_no_policy_are_waited_for(tiny_model, prompts_file, callback, method):
+    """All responses cut and filtered, or an iteration of the value function: there is no KL yet."""
+
+    class Cut(method):
+        def filtered(self, rollouts):
+            rollouts.truncated = torch.full_like(rollouts.truncated, self.current_epoch == 0 and method is GRPO)
+            return super().filtered(rollouts)
+
+        def on_train_epoch_start(self):
+            self.stage = "value" if self.current_epoch == 0 else "policy"
+
+    trainer = {"max_epochs": 2, "callbacks": [callback()]}
+    _, _, trainer = fit(tiny_model, prompts_file, Cut, trainer, kl_coef=0.1, overlong_filter=True, step_size=8)
+    assert "train/kl_old" in trainer.callback_metrics
