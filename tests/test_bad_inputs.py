@@ -181,7 +181,14 @@ def test_data_of_another_kind_of_method(method, algorithm, expected, capsys):
     assert "Traceback" not in error
 
 
-def test_nothing_is_sampled_to_predict(capsys):
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("dpo", "DPO samples none: rlalign export its checkpoint, and predict with"),
+        ("reward_model", "the folder as the model of data.ranker"),
+    ],
+)
+def test_nothing_is_sampled_to_predict(method, expected, capsys):
     with pytest.raises(SystemExit):
-        main(["predict", *BASE[:2], "--config", str(ROOT / "configs/tiny/dpo.yaml"), "--run", "bad"])
-    assert "DPO samples none" in capsys.readouterr().err
+        main(["predict", *BASE[:2], "--config", str(ROOT / f"configs/tiny/{method}.yaml"), "--run", "bad"])
+    assert expected in capsys.readouterr().err

@@ -14,7 +14,7 @@ from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 import rlalign.cli.classes  # noqa: F401  lets configs name classes without their path
-from rlalign.algorithms.base import RolloutModule
+from rlalign.algorithms.base import PolicyModule, RolloutModule
 from rlalign.algorithms.module import TrainedModule
 from rlalign.callbacks.checkpoint import IterationCheckpoint
 from rlalign.callbacks.progress import IterationProgress
@@ -204,9 +204,10 @@ class TrainerCLI(LightningCLI):
             ValueError: If the algorithm samples none.
         """
         if not isinstance(self.model, RolloutModule):
+            place = "model.policy.model" if isinstance(self.model, PolicyModule) else "the model of data.ranker"
             raise ValueError(
                 f"predict writes sampled responses, and {type(self.model).__name__} samples none: rlalign export its "
-                "checkpoint, and predict with the configuration of a method that does and model.policy.model=FOLDER."
+                f"checkpoint, and predict with the configuration of a method that does and the folder as {place}."
             )
         pick = self.options.pick
         self.trainer.callbacks.append(CheckPick(pick))  # type: ignore[attr-defined]
