@@ -26,7 +26,7 @@ from experiments import BASE, CONFIGS, Arm, Result, at, mean_and_interval, run_a
 DOCS = CONFIGS.parent / "docs"
 REFERENCE = "grpo"
 PAIR_ACCURACY = "val/accuracy"
-LONGER = {"value_response": 12, "reward_model": 5}
+LONGER = {"value_response": 8, "reward_model": 5}
 """What gets a multiple of the budget: a value function has to learn what is right before a policy learns from it, and a
 reward model learns from all tokens of a response, the prompt's, too."""
 

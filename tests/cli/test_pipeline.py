@@ -396,7 +396,9 @@ CUSTOM = "import rlalign.cli; rlalign.cli.COMMANDS['wait'] = ('waiting:main', ''
 def test_no_process_outlives_the_pipeline(tmp_path, sent, status):
     (tmp_path / "waiting.py").write_text(WAITING)
     (tmp_path / "sitecustomize.py").write_text(CUSTOM)
-    script = "import sys; from rlalign.cli import stage_process; sys.exit(stage_process.run(['wait']))"
+    # Who runs the tests may ignore SIGINT, as a shell does for what it runs in the background.
+    script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    script += "from rlalign.cli import stage_process; sys.exit(stage_process.run(['wait']))"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         stage = int(process.stdout.readline())
