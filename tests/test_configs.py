@@ -22,7 +22,7 @@ TASKS = sorted(CONFIGS.glob("tasks/*.yaml"))
 SHORT = [
     "--trainer.max_epochs=1",
     "--trainer.check_val_every_n_epoch=1",
-    "--data.init_args.prompts_per_iteration=2",
+    "--data.init_args.prompts_per_iteration=4",
     "--data.init_args.step_size=null",
     "--data.init_args.val_limit=4",
 ]
