@@ -95,9 +95,10 @@ def page(found: list[list[Result]], budget: int, jobs: int) -> str:
         lines.append(f"| {' | '.join([*cells, '', ''][:4])} |")
     lines += [
         "",
-        "The paper's own ladder (32B parameters, AIME 2024, avg@32) is 30, 36, 38, 41, 42, 50. The embedded answers",
-        f"have at most four tokens of the {MAX_TOKENS} allowed: hardly any is cut, and the rungs about length have",
-        "next to nothing to do here. Dynamic sampling pays for the groups that it turns down out of the same budget.",
+        "The paper's own ladder (32B parameters, AIME 2024, avg@32) is 30, 36, 38, 41, 42, 50. Here responses may have",
+        f"{MAX_TOKENS} tokens, and right ones have at most four: hardly any is cut, and filtering those has nothing to do. The",
+        "soft punishment begins with the fifth token; it also tells wrong responses to one prompt apart, where all rewards",
+        "were alike without it. Dynamic sampling pays for the groups that it turns down out of the same budget.",
         "",
         "![pass@1 over tokens](img/ladder.png)",
     ]
