@@ -96,8 +96,8 @@ def page(found: list[list[Result]], budget: int, jobs: int) -> str:
     lines += [
         "",
         "The paper's own ladder (32B parameters, AIME 2024, avg@32) is 30, 36, 38, 41, 42, 50. Here responses may have",
-        f"{MAX_TOKENS} tokens, and right ones have at most four: hardly any is cut, and filtering has nothing to do. The",
-        "soft punishment begins with the fifth token; it also tells wrong responses to one prompt apart, where without it",
+        f"{MAX_TOKENS} tokens, and right ones have at most four: hardly any is cut, and filtering does nothing. The",
+        "soft punishment begins with the fifth token; it tells wrong responses to one prompt apart, where without it",
         "all rewards were alike. Dynamic sampling pays for the groups that it turns down out of the same budget.",
         "",
         "![pass@1 over tokens](img/ladder.png)",
