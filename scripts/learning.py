@@ -132,6 +132,7 @@ def draw(found: dict[str, list[Result]], path: Path) -> None:
     """A panel a method: mean and band over seeds, with GRPO's mean behind it."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     columns = 5
     rows = -(-len(found) // columns)
@@ -146,8 +147,10 @@ def draw(found: dict[str, list[Result]], path: Path) -> None:
         axis.fill_between(tokens, lows, highs, color="C0", alpha=0.25, linewidth=0)
         axis.set_title(name, fontsize=9)
         axis.set_ylim(0, 1)
+        axis.xaxis.set_major_locator(MaxNLocator(4))
+        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1000:g}k")
         axis.grid(alpha=0.3)
-    figure.supxlabel("response tokens, sampled and trained on")
+    figure.supxlabel("response tokens, sampled and trained on; grey: grpo")
     figure.supylabel("held-out pass@1 (reward_model: pair accuracy)")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
