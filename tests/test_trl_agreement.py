@@ -202,9 +202,10 @@ def test_kto(data):
         self.args.gradient_checkpointing_kwargs = None
         mask = torch.cat([torch.zeros(ROWS, 1).bool(), data.mask], 1)
         zeros = torch.zeros(ROWS, TOKENS)
-        model = lambda **_: SimpleNamespace(  # noqa: E731
-            log_probs=padded(logprobs, data.mask), entropy=zeros, mean_logits=zeros
-        )
+
+        def model(**_):
+            return SimpleNamespace(log_probs=padded(logprobs, data.mask), entropy=zeros, mean_logits=zeros)
+
         self.ref_model = lambda **_: SimpleNamespace(log_probs=padded(data.ref, data.mask))
         self._compute_kl_logps = lambda which, _: mismatched if which is model else ref_mismatched
         inputs = {"input_ids": torch.zeros(ROWS, TOKENS + 1).long(), "attention_mask": mask.long(), "label": desirable}
@@ -242,7 +243,10 @@ def test_simpo_and_the_odds_ratio_of_orpo(data):
 
     agree(lambda values: simpo_loss(*values.chunk(2)).mean(), simpo, means)
     odds = means.float()
-    theirs = lambda values: ORPOTrainer.odds_ratio_loss(trainer(beta=0.1), *values.chunk(2))[0]  # noqa: E731
+
+    def theirs(values):
+        return ORPOTrainer.odds_ratio_loss(trainer(beta=0.1), *values.chunk(2))[0]
+
     agree(
         lambda values: (orpo_loss(*values.chunk(2), 0.1) + values.chunk(2)[0]).mean(),
         lambda values: -theirs(values).mean(),

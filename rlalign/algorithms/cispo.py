@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from rlalign.algorithms.grpo import GRPO
-from rlalign.functional.policy_losses import importance_ratio, truncated_importance_weights
+from rlalign.functional.off_policy import truncated_importance_loss
+from rlalign.functional.policy_losses import importance_ratio
 from rlalign.functional.reductions import Reduction
 
 
@@ -52,6 +53,6 @@ class CISPO(GRPO):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss of each token, nowhere below a bound, and where the cap holds, each ``[B, T]``."""
         cap = 1 + self.clip_high
-        weights = truncated_importance_weights(logprobs, old_logprobs, mask, cap)
+        loss = truncated_importance_loss(logprobs, old_logprobs, advantages, mask, cap)
         capped = importance_ratio(logprobs.detach(), old_logprobs, mask) > cap
-        return -weights * advantages * logprobs, mask.new_zeros(mask.shape).bool(), capped & (advantages != 0)
+        return loss, mask.new_zeros(mask.shape).bool(), capped & (advantages != 0)
