@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from rlalign.algorithms.schedules import WarmupSchedule
 from rlalign.functional.draws import fold_in
 from rlalign.models.policy import locate_model
-from rlalign.rollouts.ranks import data_parallel
+from rlalign.rollouts.ranks import data_module, data_parallel
 
 # Models are in evaluation mode, in training too, so that scoring is without dropout: Lightning need not worry.
 warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode at the start of training.*")
@@ -64,7 +64,7 @@ class TrainedModule(LightningModule, ABC):
     @property
     def data(self) -> Any:
         """The data module of the trainer."""
-        return self.trainer.datamodule  # type: ignore[attr-defined]
+        return data_module(self.trainer)
 
     @abstractmethod
     def build(self) -> None:

@@ -8,6 +8,7 @@ from lightning import LightningModule, Trainer
 from rlalign.callbacks.coefficients import Controller, StepMean, finished_step, finite_metric, log_coefficient
 from rlalign.callbacks.guard import rolled_back
 from rlalign.functional.controllers import multiplicative_kl_coef, proportional_kl_coef
+from rlalign.rollouts.ranks import data_module
 
 
 class AdaptiveKL(Controller):
@@ -88,7 +89,7 @@ class AdaptiveKL(Controller):
             module.needs_reference = True
         if self.monitor == "train/kl_step":
             module.needs_kl_step = True
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = data_module(trainer)
         if self.rule == "proportional":
             self._num_sequences = (
                 data.step_size if self.every == "step" else data.prompts_per_iteration * data.group_size

@@ -14,7 +14,7 @@ from rlalign.data.formats import field_names, recognise
 from rlalign.functional.draws import hashed_permutation
 from rlalign.functional.reductions import masked_mean, reduce_loss
 from rlalign.rollouts.prompts import PromptSource, parse_source
-from rlalign.rollouts.ranks import data_parallel
+from rlalign.rollouts.ranks import data_module, data_parallel
 from rlalign.rollouts.template import Rendering
 
 _DEMONSTRATIONS = 0x64656D6F
@@ -103,7 +103,7 @@ class DemonstrationInjection(Callback):
         self.data = self._load(trainer, pl_module)
 
     def _load(self, trainer: Trainer, module: Any) -> Demonstrations:
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = data_module(trainer)
         self.seed = int(data.seed)
         source = parse_source(self.demonstrations) if isinstance(self.demonstrations, str) else self.demonstrations
         rows = source.rows("train", 0, self.seed)

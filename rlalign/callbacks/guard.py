@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from rlalign.callbacks.coefficients import load_coefficients, save_coefficients, synced_metrics
 from rlalign.callbacks.rollback import newest_checkpoint, roll_back, scale_rate
+from rlalign.rollouts.ranks import data_module
 
 Action = Literal["warn", "end_iteration", "lower_lr", "raise_kl", "rollback", "stop"]
 Actions = Action | list[Action]
@@ -104,7 +105,7 @@ class Guard(Callback, ABC):
         name, actions = type(self).__name__, self.all_actions()
         if "raise_kl" in actions and not getattr(pl_module, "kl_coef", 0.0) > 0:
             raise ValueError(f"{name}: raise_kl multiplies the algorithm's kl_coef, which must be there and above 0.")
-        data = trainer.datamodule  # type: ignore[attr-defined]
+        data = data_module(trainer)
         if "end_iteration" in actions and not hasattr(data, "end_iteration"):
             raise ValueError(f"{name}: end_iteration needs a data module that serves rollouts (RolloutDataModule).")
         if "rollback" in actions and not trainer.checkpoint_callbacks:
@@ -208,7 +209,7 @@ class Guard(Callback, ABC):
 
     def end_iteration(self, trainer: Trainer, message: str) -> None:
         """Leave the rest of the iteration's optimizer steps empty; must be called on all ranks."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = data_module(trainer)
         if not data.end_iteration:
             data.end_iteration = True
             self.say(trainer, message, ["the rest of the iteration is left out"])

@@ -9,6 +9,7 @@ from rlalign.metrics.held_out import held_out_figures, held_out_metrics, sample_
 from rlalign.rewards.base import NamedReward
 from rlalign.rollouts.datamodule import RolloutDataModule
 from rlalign.rollouts.prompts import PromptSource
+from rlalign.rollouts.ranks import data_module
 from rlalign.rollouts.sampling.base import Sampler, SamplingParams
 from rlalign.rollouts.template import Rendering
 
@@ -68,7 +69,7 @@ class HeldOutProblems(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that validation will come, and read the problems."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = data_module(trainer)
         if isinstance(data, RolloutDataModule):
             raise ValueError("HeldOutProblems is for runs that sample nothing; here data.val says what is held out.")
         if not hasattr(pl_module, "policy"):
@@ -84,7 +85,7 @@ class HeldOutProblems(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sample, count, and log the figures."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = data_module(trainer)
         self.data.seed = data.seed  # that of the run that was resumed
         metrics = held_out_metrics(self.data, pl_module.device)
         for indices in self.data.val_dataloader():

@@ -8,6 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from rlalign.callbacks.coefficients import Controller, finite_metric, fresh_metrics
 from rlalign.callbacks.guard import rolled_back
+from rlalign.rollouts.ranks import data_module
 
 RANGES = ("clip_low", "clip_high")
 
@@ -50,7 +51,7 @@ class KLController(Controller, ABC):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so where a clipping range that is moved cannot act."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = data_module(trainer)
         if set(self.moves) <= set(RANGES) and data.plan.num_steps == 1:
             rank_zero_warn(
                 f"{type(self).__name__} does nothing with one step an iteration: nothing is clipped. Lower step_size."

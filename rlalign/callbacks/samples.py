@@ -8,6 +8,8 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
+from rlalign.rollouts.ranks import data_module
+
 COLUMNS = ("iteration", "prompt", "response", "reward", "components", "correct", "truncated", "length")
 
 
@@ -41,7 +43,7 @@ class SampleTable(Callback):
         """Write this iteration's rows."""
         if not trainer.is_global_zero or trainer.current_epoch % self.every:
             return
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = data_module(trainer)
         sampled = data.last_rollouts
         count = min(self.rows, len(sampled))
         rows = [self._row(trainer.current_epoch, pl_module, sampled[i * len(sampled) // count]) for i in range(count)]

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-from rlalign.rollouts.ranks import data_parallel
+from rlalign.rollouts.ranks import data_module, data_parallel
 
 
 class RunSummary(Callback):
@@ -29,7 +29,7 @@ class RunSummary(Callback):
 
 def summarize(trainer: Trainer, module: Any) -> dict[str, str]:
     """What the table says, a line each."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    data = data_module(trainer)
     minibatches = int(trainer.num_training_batches)
     steps = minibatches // trainer.accumulate_grad_batches
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)

@@ -5,6 +5,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 
 from rlalign.callbacks.coefficients import finished_step
+from rlalign.rollouts.ranks import data_module
 
 
 class TokenBudget(Callback):
@@ -55,7 +56,7 @@ class TokenBudget(Callback):
         if finished_step(trainer, batch_idx):
             self._trained += int(batch.step_tokens)  # of all its minibatches and ranks
         if batch_idx + 1 == trainer.num_training_batches:
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            data = data_module(trainer)
             sampled = sum(len(rollout.token_ids) for rollout in getattr(data, "last_rollouts", ()))
             self.tokens += self._trained + sampled
             if self.is_spent and trainer.check_val_every_n_epoch is not None:

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other."""
+"""What the ranks of a run tell each other, and the data module that they share."""
 
 from typing import Any, TypeVar
 
@@ -8,6 +8,11 @@ from lightning import Trainer
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+def data_module(trainer: Trainer) -> Any:
+    """The data module of a trainer, which Lightning sets without declaring it."""
+    return trainer.datamodule  # type: ignore[attr-defined]
 
 
 def data_parallel(trainer: Trainer) -> tuple[int, int]:
