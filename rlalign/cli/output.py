@@ -22,6 +22,7 @@ def be_quiet() -> None:
         warnings.filterwarnings("ignore", message=pattern)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     transformers_logging.disable_progress_bar()
 
 
