@@ -18,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from toy_model import save_tokenizer
@@ -35,6 +37,7 @@ SIZES = {
 ARCHITECTURES = {
     "llama": (LlamaForCausalLM, lambda v: LlamaConfig(vocab_size=v, tie_word_embeddings=True, **SIZES)),
     "qwen2": (Qwen2ForCausalLM, lambda v: Qwen2Config(vocab_size=v, **SIZES)),
+    "qwen3": (Qwen3ForCausalLM, lambda v: Qwen3Config(vocab_size=v, head_dim=8, **SIZES)),
     "gpt2": (GPT2LMHeadModel, lambda v: GPT2Config(vocab_size=v, n_embd=32, n_layer=2, n_head=4, n_positions=128)),
     "gemma2": (
         Gemma2ForCausalLM,

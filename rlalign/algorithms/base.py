@@ -58,6 +58,11 @@ class PolicyModule(TrainedModule):
             self.policy.shard(self.device_mesh["data_parallel"])
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt that rows of a minibatch have in common is computed once."""
+        return self.policy is not None and self.policy.shares_prompts
+
+    @property
     def has_dropout(self) -> bool:
         """Whether the gradient pass draws random numbers."""
         return self.policy is not None and self.policy.has_dropout

@@ -47,7 +47,8 @@ def show_rollout(console: Console, model: Any, data: RolloutDataModule) -> None:
     console.rule("example, as rewards see it")
     for name, value in prompt.example.items():
         console.print(Text(f"{name}: {value}"))
-    rollouts = data.sample([(prompt, sample) for sample in range(min(data.group_size, 4))], data.sampling, 0, 0)
+    with data.sampling_from_policy():
+        rollouts = data.sample([(prompt, sample) for sample in range(min(data.group_size, 4))], data.sampling, 0, 0)
     console.rule("responses (ids in the loss; the prompt is not)")
     table = Table("response", "ids", "ended", *rollouts[0].components, "total", "right")
     for rollout in rollouts:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlalign.data.formats import Columns, field_names
+from rlalign.rollouts.cutting import Shapes
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
 from rlalign.rollouts.prompts import PromptSource, parse_source
 from rlalign.rollouts.ranks import data_parallel
@@ -235,7 +236,7 @@ class OfflineDataModule(SeededDataModule, ABC):
                 "step_tokens": float(data.counts[torch.from_numpy(items)].sum()),
                 "step_sequences": float(len(items)),
             }
-            parts = plan.minibatches(items, data.lengths, rank)
+            parts = plan.minibatches(items, Shapes(data.lengths), rank)
             for batch in self.prepared([self._sealable(data, rows, items, sizes) for rows in parts]):
                 yield Sealed(batch)
 

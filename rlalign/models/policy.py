@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlalign.assets import resolve
+from rlalign.models.attention import GROUPED
 from rlalign.models.reference import add_reference_adapter
 from rlalign.models.scoring import TokenScores, final_states, scalar_of_states, scores_of_states, token_scores
 
@@ -46,14 +47,16 @@ class PolicyConfig:
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     attn_implementation: str | None = None
-    """Attention kernel of transformers (``sdpa``, ``eager``, ``flash_attention_2``); its own choice by default."""
+    """Attention kernel of transformers (``sdpa``, ``eager``, ``flash_attention_2``); by default its own choice, but
+    :func:`~rlalign.models.attention.grouped_attention` in place of ``sdpa`` on a CPU."""
     tf32: bool = False
     """Let float32 matrix products use TensorFloat-32 on GPUs that have it."""
     chunk_tokens: int = 1024
     """Positions whose logits exist at once."""
-    share_prompts: bool = False
+    share_prompts: bool | None = None
     """Compute a prompt that several rows of a minibatch have in common once, forward and backward: equal but for
-    rounding, and several times faster where prompts are longer than responses."""
+    rounding, and several times faster where prompts are longer than responses. By default wherever it can be done and
+    the rows at hand make it pay; not with dropout, activation checkpointing or sharded weights."""
     trust_remote_code: bool = False
     """Run model code that comes with the weights."""
 
@@ -61,6 +64,10 @@ class PolicyConfig:
         if self.lora_rank < 0 or self.chunk_tokens < 1:
             raise ValueError(
                 f"lora_rank must be >= 0 and chunk_tokens >= 1, got {self.lora_rank} and {self.chunk_tokens}."
+            )
+        if self.share_prompts and (self.dropout or self.lora_dropout):
+            raise ValueError(
+                "policy.share_prompts computes a prompt once, and dropout would be different for each row: use one of them."
             )
         if self.share_prompts and self.activation_checkpointing:
             raise ValueError(
@@ -110,6 +117,8 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
+    if config.attn_implementation is None and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(GROUPED)
     return model.eval()
 
 
@@ -214,7 +223,7 @@ class Policy(nn.Module):
                 of padding they mean nothing. Their gradient goes through the ``body`` of the model, or ends at the
                 value ``head``.
         """
-        limits = (self.config.chunk_tokens, positions, self.config.share_prompts)
+        limits = (self.config.chunk_tokens, positions, self.shares_prompts)
         arguments = (input_ids, attention_mask, response_mask, temperature, *limits)
         if reference:
             with torch.no_grad(), self._as_reference() as model:
@@ -242,6 +251,13 @@ class Policy(nn.Module):
         scored = (states[:, :-1], input_ids[:, -width:], response_mask, temperature, chunk_tokens)
         values = scalar_of_states(states if through_body else states.detach(), self.value_head)
         return scores_of_states(self.model, *scored), values
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether prompts that rows have in common may be computed once."""
+        if self.config.share_prompts is not None:
+            return self.config.share_prompts
+        return self.is_whole and not (self.has_dropout or self.config.activation_checkpointing)
 
     @contextmanager
     def _as_reference(self) -> Iterator[PreTrainedModel]:
@@ -281,6 +297,11 @@ class Policy(nn.Module):
                 if type(module).__name__ in blocks:
                     fully_shard(module, mesh=mesh)
         fully_shard(self, mesh=mesh)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights are on this rank."""
+        return not self._mirror
 
     @contextmanager
     def whole(self) -> Iterator[PreTrainedModel]:

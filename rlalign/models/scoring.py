@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
+from rlalign.models.head import linear_scores
+
 
 class TokenScores(NamedTuple):
     """What a policy thinks of given tokens; zero outside the mask."""
@@ -101,6 +103,12 @@ def shared_prompt_states(
     return torch.cat([before, after], 1)
 
 
+def _sharing_pays(input_ids: Tensor, attention_mask: Tensor, num_tokens: int) -> bool:
+    (rows, length), width = input_ids.shape, input_ids.shape[1] - num_tokens
+    prompts = torch.cat([input_ids[:, :width], attention_mask[:, :width].long()], 1).unique(dim=0)
+    return (rows - len(prompts)) * width * 10 >= rows * length
+
+
 def final_states(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -118,7 +126,8 @@ def final_states(
         attention_mask: True on real tokens, ``[B, P + T]``; ``None`` for packed rows.
         num_tokens: Columns of the response, ``T``.
         positions: Of packed rows, ``[B, P + T]``; from 0 again with every sequence, and none sees another.
-        share_prompts: Compute each distinct prompt once, see :func:`shared_prompt_states`.
+        share_prompts: Compute each distinct prompt once, see :func:`shared_prompt_states`, where that saves a tenth of
+            the positions or more.
         with_last: Also the state after the last column, ``[B, T + 1, H]``.
 
     Raises:
@@ -132,7 +141,7 @@ def final_states(
         placed = {"position_ids": positions}
     else:
         raise ValueError("Give an attention mask, or the positions of packed rows.")
-    if share_prompts and attention_mask is not None:
+    if share_prompts and attention_mask is not None and _sharing_pays(input_ids, attention_mask, num_tokens):
         return shared_prompt_states(model, input_ids, attention_mask, num_tokens, with_last)
     states = model.base_model(input_ids=input_ids, use_cache=False, **placed).last_hidden_state
     return states[:, -num_tokens - 1 :] if with_last else states[:, -num_tokens - 1 : -1]
@@ -166,17 +175,30 @@ def scores_of_states(
     # With nothing to score, one position keeps every parameter in the graph, with gradient zero.
     picked = keep if any_token else _first_position(keep)
     states, targets = states[picked], targets[picked]
-    head, temperature = model.get_output_embeddings(), temperature or 1.0
-    recompute = torch.is_grad_enabled() and len(targets) > chunk_tokens
-    parts = []
-    for part, target in zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        arguments = (part, target, head, model.config, temperature)
-        parts.append(checkpoint(head_scores, *arguments, use_reentrant=False) if recompute else head_scores(*arguments))
+    temperature = temperature or 1.0
+    parts = _parts(model, states, targets, temperature, chunk_tokens)
     scores = []
     for values in zip(*parts, strict=True):
         packed = torch.cat(values) if any_token else torch.cat(values) * 0
         scores.append(packed.new_zeros(keep.shape).masked_scatter(picked, packed))
     return TokenScores(*scores)
+
+
+def _parts(
+    model: PreTrainedModel, states: Tensor, targets: Tensor, temperature: float, chunk_tokens: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Log-probabilities and entropies of targets ``[N]`` given states ``[N, H]``, in parts."""
+    head, config = model.get_output_embeddings(), model.config
+    is_plain = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks)
+    if is_plain and not getattr(config, "final_logit_softcapping", None):
+        scale = float(adjust_logits(torch.ones(()), config)) / temperature
+        return [linear_scores(states, head.weight, head.bias, targets, scale, chunk_tokens)]
+    recompute = torch.is_grad_enabled() and len(targets) > chunk_tokens
+    parts = []
+    for part, target in zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+        arguments = (part, target, head, config, temperature)
+        parts.append(checkpoint(head_scores, *arguments, use_reentrant=False) if recompute else head_scores(*arguments))
+    return parts
 
 
 def token_scores(

@@ -77,6 +77,11 @@ class RolloutBatch:
         return self.response_mask.sum(-1)
 
     @property
+    def prompt_lengths(self) -> Tensor:
+        """Prompt tokens of each row, ``[B]``."""
+        return self.attention_mask.sum(-1) - self.response_lengths
+
+    @property
     def fresh_mask(self) -> Tensor:
         """``loss_mask`` without the rows that are replayed, ``[B, T]``."""
         return self.loss_mask if self.replayed is None else self.loss_mask & ~self.replayed.unsqueeze(1)

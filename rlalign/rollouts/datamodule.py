@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from rlalign.rewards.base import NamedReward
 from rlalign.rewards.composition import Normalization
 from rlalign.rewards.suite import RewardSuite, Tally
 from rlalign.rollouts.batch import Rollout, RolloutBatch, collate
+from rlalign.rollouts.cutting import Shapes
 from rlalign.rollouts.curriculum import Curriculum, EveryPromptOnce, resume
 from rlalign.rollouts.learner import Learner
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
@@ -242,9 +244,20 @@ class RolloutDataModule(SeededDataModule):
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def sampling_from_policy(self) -> Iterator[None]:
+        """Within it, :meth:`sample` draws from the policy as it is now."""
+        self.sampler.sync(self.learner.policy)
+        try:
+            yield
+        finally:
+            self.sampler.release()
+
     @torch.no_grad()
     def sample(self, prompts: list[tuple[Prompt, int]], params: SamplingParams, *keys: int) -> list[Rollout]:
         """One scored response to each pair of prompt and sample number, in order.
+
+        Every rank must be within :meth:`sampling_from_policy` and call this equally often.
 
         Args:
             prompts: Prompts with the number of the sample to draw; samples of a prompt are adjacent.
@@ -257,7 +270,6 @@ class RolloutDataModule(SeededDataModule):
         seed = fold_in(self.seed, *keys)
         requests = [SampleRequest(prompt.ids, prompt.index, sample, seed) for prompt, sample in prompts]
         with self.trainer.precision_plugin.forward_context():
-            self.sampler.sync(learner.policy)
             completions = self.sampler.sample(requests, params)
         if not prompts:  # a rank without a share takes part in the sampling, for the sake of sharded weights
             return []
@@ -296,16 +308,17 @@ class RolloutDataModule(SeededDataModule):
         refused: list[Rollout] = []
         sampled: list[Rollout] = []
         rounds = 0
-        while len(kept) < wanted * size and rounds < learner.max_rounds:
-            indices = order[rounds * wanted : (rounds + 1) * wanted]
-            if not indices:
-                break
-            part = self._sample_round(indices, iteration)
-            sampled += part
-            keep = learner.keep_groups(self._collate(part), size).tolist()
-            for group, kept_group in enumerate(keep):
-                (kept if kept_group else refused).extend(part[group * size : (group + 1) * size])
-            rounds += 1
+        with self.sampling_from_policy():
+            while len(kept) < wanted * size and rounds < learner.max_rounds:
+                indices = order[rounds * wanted : (rounds + 1) * wanted]
+                if not indices:
+                    break
+                part = self._sample_round(indices, iteration)
+                sampled += part
+                keep = learner.keep_groups(self._collate(part), size).tolist()
+                for group, kept_group in enumerate(keep):
+                    (kept if kept_group else refused).extend(part[group * size : (group + 1) * size])
+                rounds += 1
         tallies = self._take_tallies()
         refuse_unscored(sampled, tallies, iteration, self.max_unavailable_share)
         num_kept, missing = len(kept), wanted * size - len(kept)
@@ -355,7 +368,7 @@ class RolloutDataModule(SeededDataModule):
             rollouts = self._prepared(self.collect(iteration))
             rollouts = self.learner.annotate(rollouts, plan.num_steps, plan.minibatch_size)
         first = rollouts.statistics
-        lengths = rollouts.response_lengths
+        shapes = self._shapes(rollouts)
         rank = data_parallel(self.trainer)[0]
         for items in plan.steps(len(rollouts), self.seed, iteration):
             ended = self.end_iteration  # looked at between steps only, so that no step is cut in two
@@ -367,11 +380,17 @@ class RolloutDataModule(SeededDataModule):
                 "step_sequences": float(of_step.loss_mask.any(-1).sum()),
             }
             sizes = dict.fromkeys(sizes, 0.0) if ended else sizes
-            for rows in plan.minibatches(items, lengths, rank):
+            for rows in plan.minibatches(items, shapes, rank):
                 usable = len(rows) and not ended
                 batch = rollouts[torch.from_numpy(rows)].trimmed() if usable else rollouts.emptied(plan.rows_together)
                 yield Sealed(replace(batch, **sizes, statistics=first))
                 first = {}
+
+    def _shapes(self, rollouts: RolloutBatch) -> Shapes:
+        lengths, prompts = rollouts.response_lengths, rollouts.prompt_lengths
+        if self.learner.shares_prompts:
+            return Shapes(lengths, rollouts.prompt_index, prompts)
+        return Shapes(lengths + prompts)
 
     def _prepared(self, collected: RolloutBatch) -> RolloutBatch:
         """What the algorithm learns from; where that is nothing, a unit of rows that the loss does not count."""
@@ -394,7 +413,12 @@ class RolloutDataModule(SeededDataModule):
             np.arange(len(self.val_prompts)), -(-len(self.val_prompts) // (self.val_batch_size * num_ranks))
         )
         shares = [chunk[rank::num_ranks].tolist() for chunk in chunks]
-        return LazyLoader(lambda: iter(shares), len(shares))
+
+        def serve() -> Iterator[list[int]]:
+            with self.sampling_from_policy():
+                yield from shares
+
+        return LazyLoader(serve, len(shares))
 
     def test_dataloader(self) -> LazyLoader | list[Any]:
         """As in validation."""

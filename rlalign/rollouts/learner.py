@@ -20,6 +20,8 @@ class Learner(Protocol):
     """Most times that prompts are sampled to fill one iteration."""
     rows_together: int
     """Adjacent rows that it compares with each other: they stay adjacent, and in one minibatch."""
+    shares_prompts: bool
+    """Whether a prompt that rows of a minibatch have in common is computed once."""
     partial_batch: Literal["keep", "fill"]
     """Where the rounds end early: learn from what there is, or fill up with the groups that were turned down."""
 

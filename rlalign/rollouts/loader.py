@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from rlalign.functional.draws import hashed_permutation
+from rlalign.rollouts.cutting import Cutter, Shapes
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,16 @@ class StepPlan:
     def _rows(self, units: np.ndarray) -> np.ndarray:
         return (units[:, None] * self.rows_together + np.arange(self.rows_together)).ravel()
 
-    def minibatches(self, items: np.ndarray, lengths: Tensor, rank: int) -> list[np.ndarray]:
-        """One rank's minibatches of a step; similar lengths together, some empty where there are few items."""
+    def minibatches(self, items: np.ndarray, shapes: Shapes, rank: int) -> list[np.ndarray]:
+        """One rank's minibatches of a step, as :class:`~rlalign.rollouts.cutting.Cutter` cuts them.
+
+        Args:
+            items: Of the step.
+            shapes: Of all items of the iteration.
+            rank: Whose minibatches.
+        """
         units = items.reshape(-1, self.rows_together)
-        ordered = units[np.argsort(lengths.numpy()[units].max(1), kind="stable")]
-        parts = np.array_split(ordered[rank :: self.num_ranks], self.accumulate_grad_batches)
-        return [part.ravel() for part in parts]
+        return Cutter(shapes)(units, self.accumulate_grad_batches, self.num_ranks)[rank]
 
 
 class Sealed:

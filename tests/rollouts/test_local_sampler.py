@@ -9,9 +9,9 @@ from rlalign.rollouts.sampling.local import LocalSampler, keep_likely
 PROMPTS = ["12+7=", "a", "what is 3-1?", "hello there"]
 
 
-def make_sampler(path: str, max_rows: int = 256, **config) -> tuple[LocalSampler, Policy]:
-    policy = Policy(PolicyConfig(path, **config))
-    sampler = LocalSampler(max_rows=max_rows)
+def make_sampler(path: str, lora_rank: int = 0, **options) -> tuple[LocalSampler, Policy]:
+    policy = Policy(PolicyConfig(path, lora_rank=lora_rank))
+    sampler = LocalSampler(**options)
     sampler.setup(AutoTokenizer.from_pretrained(path))
     sampler.sync(policy)
     return sampler, policy
@@ -153,17 +153,115 @@ def test_stop_strings_end_a_response(tiny_model):
         assert stop not in decoded[:-1] or after.finish_reason == "stop"
 
 
-def test_each_prompt_is_computed_once_and_finished_rows_leave(tiny_model):
-    sampler, policy = make_sampler(tiny_model)
-    rows: list[int] = []
-    policy.model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+@pytest.mark.parametrize("packed", [True, False])
+def test_each_prompt_is_computed_once_and_finished_rows_leave(tiny_model, packed):
+    sampler, _ = make_sampler(tiny_model, packed=packed)
+    admitted, rows = watched(sampler)
     sampler.sample(requests(sampler, 8), SamplingParams(48))
-    assert rows[0] == len(PROMPTS)
-    assert rows[1] <= 8 * len(PROMPTS)
-    assert rows == [rows[0], *sorted(rows[1:], reverse=True)]
-    assert rows[-1] < rows[1], "finished rows must leave the batch"
+    assert admitted == [(len(PROMPTS), 8 * len(PROMPTS))]
+    assert rows[0] <= 8 * len(PROMPTS)
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] < rows[0], "finished rows must leave the batch"
+
+
+def watched(sampler: LocalSampler) -> tuple[list[tuple[int, int]], list[int]]:
+    """What will be admitted (prompts, rows), and the rows of each step."""
+    admitted, rows = [], []
+    make = sampler._make_decoder
+
+    def make_watched(model):
+        decoder = make(model)
+        admit, step = decoder.admit, decoder.step
+        decoder.admit = lambda prompts, counts: (admitted.append((len(prompts), sum(counts))), admit(prompts, counts))[1]
+        decoder.step = lambda tokens: (rows.append(len(tokens)), step(tokens))[1]
+        return decoder
+
+    sampler._make_decoder = make_watched
+    return admitted, rows
+
+
+def test_copied_weights_draw_the_same_tokens_as_the_modules(tiny_model):
+    params = SamplingParams(40, temperature=0.8, top_p=0.95)
+    packed, modules = (make_sampler(tiny_model, packed=packed)[0] for packed in (True, False))
+    got, want = (s.sample(requests(s, 6), params) for s in (packed, modules))
+    assert [(c.token_ids, c.finish_reason) for c in got] == [(c.token_ids, c.finish_reason) for c in want]
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def test_waiting_prompts_take_the_place_of_finished_rows(tiny_model):
+    params = SamplingParams(40)
+    sampler, _ = make_sampler(tiny_model, max_rows=8)
+    admitted, rows = watched(sampler)
+    wanted = requests(sampler, 2, [f"{i}+{i}=" for i in range(12)])
+    got = sampler.sample(wanted, params)
+    assert sum(count for _, count in admitted) == 24
+    assert len(admitted) > 2
+    assert max(rows) <= 8
+    assert min(rows[:-40] or rows) > 0
+    apart, _ = make_sampler(tiny_model, max_rows=8, packed=False)
+    steps = watched(apart)[1]
+    assert [c.token_ids for c in got] == [c.token_ids for c in apart.sample(wanted, params)]
+    assert len(rows) < len(steps), "a waiting prompt need not wait for the longest row"
+
+
+def test_the_cache_keeps_to_its_tokens(tiny_model):
+    sampler, _ = make_sampler(tiny_model, max_tokens=100)
+    _, rows = watched(sampler)
+    wanted = requests(sampler, 4)
+    longest = max(len(r.prompt_ids) for r in wanted) + 24
+    got = sampler.sample(wanted, SamplingParams(24))
+    assert max(rows) <= 100 // longest
+    assert [c.token_ids for c in got] == [c.token_ids for c in make_sampler(tiny_model)[0].sample(wanted, SamplingParams(24))]
+
+
+def test_the_copy_is_made_once_for_many_calls_and_let_go(tiny_model):
+    sampler, policy = make_sampler(tiny_model)
+    made = []
+    make = sampler._make_decoder
+    sampler._make_decoder = lambda model: made.append(1) or make(model)
+    for _ in range(3):
+        sampler.sample(requests(sampler, 1), SamplingParams(4))
+    assert made == [1]
+    sampler.release()
+    assert sampler._decoder is None
+    sampler.sample(requests(sampler, 1), SamplingParams(4))
+    sampler.sync(policy)
+    sampler.sample(requests(sampler, 1), SamplingParams(4))
+    assert made == [1, 1, 1]
+
+
+def test_an_interrupted_call_leaves_nothing_behind(tiny_model):
+    sampler, _ = make_sampler(tiny_model)
+    want = [c.token_ids for c in sampler.sample(requests(sampler, 3), SamplingParams(12))]
+    step, count = sampler._decoder.step, []
+
+    def stop(tokens):
+        count.append(1)
+        if len(count) == 4:
+            raise KeyboardInterrupt
+        return step(tokens)
+
+    sampler._decoder.step = stop
+    with pytest.raises(KeyboardInterrupt):
+        sampler.sample(requests(sampler, 3), SamplingParams(12))
+    assert [c.token_ids for c in sampler.sample(requests(sampler, 3), SamplingParams(12))] == want
+
+
+@pytest.mark.parametrize("options", [{"packed": True}, {"dtype": "bfloat16"}])
+def test_what_cannot_be_copied_is_told_where_it_was_asked_for(make_model, options):
+    sampler, _ = make_sampler(make_model("gpt2"), **options)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be copied for sampling: it is made of"):
+        sampler.sample(requests(sampler, 1), SamplingParams(4))
+
+
+def test_a_copy_in_bfloat16_says_what_it_drew_from(tiny_model):
+    sampler, policy = make_sampler(tiny_model, dtype="bfloat16")
+    assert sampler.is_approximate(policy)
+    exact, _ = make_sampler(tiny_model)
+    assert not exact.is_approximate(policy)
+    (short,), (long,) = (s.sample(requests(s, 1, PROMPTS[:1]), SamplingParams(1)) for s in (sampler, exact))
+    assert 0 < abs(short.logprobs[0] - long.logprobs[0]) < 0.5 or short.token_ids != long.token_ids
 
 
 def test_adapters_reach_the_sampler_and_are_never_merged_kf53(tiny_model):
@@ -175,6 +273,7 @@ def test_adapters_reach_the_sampler_and_are_never_merged_kf53(tiny_model):
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=1.0)
+    sampler.sync(policy)
     assert [c.token_ids for c in sampler.sample(requests(sampler, 1), params)] != before
     for name, parameter in policy.named_parameters():
         if "lora" not in name:

