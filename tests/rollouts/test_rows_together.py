@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from rlalign.algorithms.grpo import GRPO
-from rlalign.functional.draws import hashed_permutation
 from rlalign.rollouts.cutting import Shapes
 from rlalign.rollouts.loader import StepPlan
 from runs import fit
 
 
+@pytest.mark.parametrize("together", [2, 4])
+@pytest.mark.parametrize("num_rows", [24, 16, 4])
 def test_units_are_whole_in_every_minibatch(together, num_rows):
     lengths = torch.arange(24) * 7 % 5
     seen = []
