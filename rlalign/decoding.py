@@ -88,7 +88,7 @@ def best_of_n(
 
     Raises:
         ValueError: If ``n`` is below 1, ``read_answer`` is given to a scorer, or a prompt cannot be rendered or leaves
-            no room for a response.
+            no room for a response; if the scorer can score nothing.
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}.")
@@ -115,6 +115,10 @@ def best_of_n(
         scores: list[float | None] = [v for i in range(0, len(answers), n) for v in votes(answers[i : i + n])]
     else:
         scores = RewardSuite({"scorer": scorer})([p.example for p in asked], responses).components["scorer"]
+        if scores and all(score is None for score in scores):
+            raise ValueError(
+                f"The scorer could score none of the {len(scores)} responses: it gets the prompt alone, and no answer."
+            )
     candidates = [Candidate(str(r), s, r.num_tokens, r.truncated) for r, s in zip(responses, scores, strict=True)]
     groups = [candidates[i : i + n] for i in range(0, len(candidates), n)]
     return [Choice(group, first_best([candidate.score for candidate in group])) for group in groups]

@@ -20,7 +20,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "rlalign.cli", "fit"]
-ADAPTIVE_KL = "trainer: {callbacks+: [{class_path: AdaptiveKL, init_args: {target: 0.05, start: 0.05}}]}\n"
+ADAPTIVE_KL = (
+    "trainer: {callbacks+: [{class_path: AdaptiveKL, init_args: {rule: proportional, target: 0.05, start: 0.05}}]}\n"
+)
 
 
 def start(arguments: list[str], folder: Path) -> subprocess.Popen:

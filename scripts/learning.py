@@ -104,6 +104,10 @@ def page(found: dict[str, list[Result]], budget: int, jobs: int) -> str:
         "t intervals; *gain* is over the start, *to GRPO* pairs the seeds. CPU s: processor time, start-up and",
         "validations included; MiB: the most memory.",
         "",
+        "Equal tokens are not equal information: `sft`, `dpo`, `simpo`, `orpo` and `kto` are given right answers on",
+        "file, which is why they need few tokens here; the others but `reward_model` find them by sampling, and are",
+        "told only which are right.",
+        "",
         "| method | start | end | gain | to GRPO | tokens | CPU s | MiB |",
         "|---|---|---|---|---|---|---|---|",
     ]

@@ -83,6 +83,11 @@ def test_a_response_that_cannot_be_scored_is_not_chosen():
     assert any(choice.candidates[choice.index].score == 1.0 for choice in others)
 
 
+def test_a_scorer_that_can_score_nothing_is_an_error():
+    with pytest.raises(ValueError, match="could score none of the 12 responses"):
+        best_of_n("embedded", PROMPTS[:3], 4, lambda example, response: None, SHORT)
+
+
 def test_an_exported_folder_with_a_chat_template_is_asked_in_its_template(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"

@@ -112,7 +112,7 @@ def test_resumed_lora_run_is_exact(tmp_path, tiny_model, prompts_file):
 
 def test_resumed_coefficients_are_exact_kf77(tmp_path, tiny_model, prompts_file):
     def callbacks():
-        return (AdaptiveKL(target=0.01, start=0.05, horizon=100), EntropySchedule())
+        return (AdaptiveKL("proportional", target=0.01, start=0.05, horizon=100), EntropySchedule())
 
     whole, resumed = cut_and_resume(tmp_path, tiny_model, prompts_file, 9, callbacks, kl_coef=0.05)
     for key in STATE:

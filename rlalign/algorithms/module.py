@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rlalign.algorithms.schedules import WarmupSchedule
+from rlalign.assets import told_if_missing
 from rlalign.functional.draws import fold_in
 from rlalign.models.policy import locate_model
 from rlalign.rollouts.ranks import data_module, data_parallel
@@ -48,9 +49,10 @@ class TrainedModule(LightningModule, ABC):
         self.model_name = model
         self.make_optimizer, self.make_schedule = optimizer, schedule
         path = locate_model(model)
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code
-        )
+        with told_if_missing(path):
+            self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                path, trust_remote_code=trust_remote_code
+            )
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         """Longest sequence that the model knows, prompt and response."""

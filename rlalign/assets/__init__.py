@@ -5,6 +5,8 @@ its problems. Both ship inside the package and are made by ``scripts/build_asset
 responses, ``embedded:arithmetic/pairs.jsonl`` and ``pairs_val.jsonl``, are made by ``scripts/build_pairs.py``.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent
@@ -41,3 +43,23 @@ def resolve(path: str) -> str:
         known = ", ".join(_PREFIX + known for known in names)
         raise FileNotFoundError(f"There is no embedded file '{path}'; there are {known}, and the model 'embedded'.")
     return str(_ROOT / name)
+
+
+@contextmanager
+def told_if_missing(name: str) -> Iterator[None]:
+    """Say which model is meant where transformers finds neither a folder nor a model of the hub.
+
+    Args:
+        name: What the user gave.
+
+    Raises:
+        FileNotFoundError: If there is no such folder, and an ``OSError`` is raised within.
+    """
+    try:
+        yield
+    except OSError as error:
+        if Path(name).expanduser().exists():
+            raise
+        raise FileNotFoundError(
+            f"model={name}: there is no such folder here, and no such model could be had from the Hugging Face hub."
+        ) from error

@@ -57,6 +57,12 @@ class AdaptiveKL(Controller):
             raise ValueError(f"AdaptiveKL: rule must be 'multiplicative' or 'proportional', got {rule!r}.")
         if every not in ("iteration", "step"):
             raise ValueError(f"AdaptiveKL: every must be 'iteration' or 'step', got {every!r}.")
+        given = {"threshold": (threshold, 0.02), "down": (down, 0.99), "up": (up, 1.01)}
+        if rule == "multiplicative":
+            given = {"target": (target, 0.05), "horizon": (horizon, 10_000)}
+        for name, (value, default) in given.items():
+            if value != default:
+                raise ValueError(f"AdaptiveKL: {name} does nothing with rule='{rule}'; it belongs to the other rule.")
         if not 0 <= min_coef <= max_coef:
             raise ValueError(f"AdaptiveKL: expected 0 <= min_coef <= max_coef, got {min_coef} and {max_coef}.")
         if every == "step" and monitor == "train/kl_step":

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from rlalign.callbacks.coefficients import finished_step
@@ -14,7 +13,7 @@ from rlalign.data.formats import field_names, recognise
 from rlalign.functional.draws import hashed_permutation
 from rlalign.functional.reductions import masked_mean, reduce_loss
 from rlalign.rollouts.prompts import PromptSource, parse_source
-from rlalign.rollouts.ranks import data_module, data_parallel
+from rlalign.rollouts.ranks import data_module, data_parallel, say
 from rlalign.rollouts.template import Rendering
 
 _DEMONSTRATIONS = 0x64656D6F
@@ -113,7 +112,7 @@ class DemonstrationInjection(Callback):
         options = (self.system_prompt, self.rendering, self.max_tokens or module.max_positions, held_out_prompts(data))
         found = Demonstrations(rows, columns, module.tokenizer, *options)
         dropped = "".join(f"; dropped {count}: {why}" for why, count in found.dropped.items())
-        rank_zero_info(f"{len(found)} demonstrations to inject of {source}: {columns.description}{dropped}")
+        say(f"{len(found)} demonstrations to inject of {source}: {columns.description}{dropped}")
         return found
 
     def _numbers(self) -> list[int]:

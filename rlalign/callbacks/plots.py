@@ -15,6 +15,20 @@ if TYPE_CHECKING:
 PANELS: dict[str, dict[str, str]] = {
     "pass@1": {"rollout/pass@1": "training prompts", "val/pass@1": "held out"},
     "reward": {"rollout/reward": "reward"},
+    "loss": {"train/loss": "training data", "val/loss": "held out"},
+    "pairs in the right order": {
+        "train/preference_accuracy": "training data",
+        "val/preference_accuracy": "held out",
+        "train/accuracy": "training data, by score",
+        "val/accuracy": "held out, by score",
+        "rollout/value_accuracy": "sampled, by V",
+    },
+    "margin of pairs": {
+        "train/reward_margin": "reward, training data",
+        "val/reward_margin": "reward, held out",
+        "train/score_margin": "score, training data",
+        "val/score_margin": "score, held out",
+    },
     "KL (nats a token)": {"train/kl_ref": "to the reference", "train/kl_step": "of an iteration"},
     "entropy (nats a token)": {"train/entropy": "entropy"},
     "response length (tokens)": {"rollout/length_mean": "mean"},
@@ -26,6 +40,8 @@ PANELS: dict[str, dict[str, str]] = {
     "share of clipped tokens": {"train/clip_low": "below", "train/clip_high": "above"},
 }
 """Titles, and the metrics of each panel by the names in its legend."""
+SHARES = ("pass@1", "share of responses and groups", "pairs in the right order")
+"""Titles of panels that reach from 0 to 1."""
 
 
 class CurvePlot(Callback):
@@ -145,7 +161,7 @@ def _draw_panel(axes: "Axes", title: str, metrics: dict[str, str], history: dict
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if title in ("pass@1", "share of responses and groups"):
+    if title in SHARES:
         axes.set_ylim(-0.03, 1.03)
     if len(metrics) > 1:
         axes.legend(fontsize=8, frameon=False)

@@ -76,6 +76,11 @@ class StagedTraining(Callback):
         """Whether the last stage is over."""
         return self.number >= len(self.stages)
 
+    @property
+    def ended(self) -> str | None:
+        """Why the run is over, if it is."""
+        return f"its last stage, {self.stages[-1].name}, has ended" if self.is_over else None
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check that the module has these stages.
 

@@ -52,7 +52,8 @@ def summarize(trainer: Trainer, module: Any) -> dict[str, str]:
     lines["optimizer steps an iteration"] = f"{steps}"
     if trainer.max_epochs and trainer.max_epochs > 0:
         lines["iterations"] = f"{trainer.max_epochs} ({steps * trainer.max_epochs:,} optimizer steps)"
-    lines["parameters"] = f"{trained:,} trained of {total:,}, the reference included"
+    reference = ", the reference included" if getattr(module, "needs_reference", False) else ""
+    lines["parameters"] = f"{trained:,} trained of {total:,}{reference}"
     estimate = estimate_memory(module, data if rolls_out else None)
     parts = ", ".join(f"{name} {_size(value)}" for name, value in estimate.items())
     lines["memory, about"] = f"{_size(sum(estimate.values()))}: {parts}; activations come on top"

@@ -39,6 +39,11 @@ class TokenBudget(Callback):
         """Whether nothing is left."""
         return self.tokens >= self.max_tokens
 
+    @property
+    def ended(self) -> str | None:
+        """Why the run is over, if it is."""
+        return f"its {self.max_tokens:,} tokens are spent" if self.is_spent else None
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Train no further where a resumed run has spent its budget."""
         self._val_every = trainer.check_val_every_n_epoch

@@ -86,8 +86,11 @@ def explain(message: str, options: Iterable[str]) -> str:
     if missing := re.search(r"arguments are required: (.+)", message):
         names = missing.group(1).strip()
         classes = re.findall(r"Problem with given class_path '(\S+)'", message[: missing.start()])
-        if len(classes) > 1:  # of something within the model or the data
-            return f"{_where(message)}: {classes[-1].rpartition('.')[2]} needs {names}."
+        where = _where(message)
+        if len(classes) > 1 or where.startswith("trainer"):  # of something within the model or the data, or a callback
+            return f"{where}: {classes[-1].rpartition('.')[2]} needs {names}."
+        if names == "fit.model":
+            return "missing: the method. Give its file after configs/base.yaml: --config configs/tiny/grpo.yaml, say."
         return (
             f"missing: {names}. configs/base.yaml has them: --config configs/base.yaml --config configs/tiny/grpo.yaml."
         )
@@ -130,7 +133,8 @@ def _unknown_parameter(where: str, class_path: str | None, name: str) -> str:
     known = _parameters(cls)
     if class_has_part and name.split(".")[-1] in known:  # of a class that it is made from
         return f"{where}: {cls.__name__} settles '{name}' by itself: leave it out."
-    near = _did_you_mean(name.split(".")[-1], known) if class_has_part else _did_you_mean(name.split(".")[0], known)
+    wanted = name.split(".")[-1] if class_has_part or name.split(".")[-1] in known else name.split(".")[0]
+    near = _did_you_mean(wanted, known)
     return f"{where}: {cls.__name__} has no option '{name}'{near}."
 
 

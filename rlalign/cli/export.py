@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from rlalign.checkpoints import newest_whole
 from rlalign.cli.errors import sentences
+from rlalign.cli.output import be_quiet
 from rlalign.models.policy import Policy, PolicyConfig, locate_model
 from rlalign.models.scalar import ScalarModel
 
@@ -99,6 +100,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("out", type=Path, help="The folder to write.")
     parser.add_argument("--adapter", action="store_true", help="The LoRA adapter alone, not merged.")
     arguments = parser.parse_args(argv[1:])
+    be_quiet()
     with sentences():
         loader = export(arguments.checkpoint, arguments.out, arguments.adapter)
     print(f"{arguments.out}: load it with {loader}.")

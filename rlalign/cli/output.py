@@ -18,6 +18,7 @@ NOISE = (
 
 def be_quiet() -> None:
     """Leave out what libraries say of themselves; warnings about the run stay."""
+    warnings.formatwarning = lambda message, category, *place, **line: f"warning: {message}\n"
     for pattern in NOISE:
         warnings.filterwarnings("ignore", message=pattern)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
@@ -40,7 +41,8 @@ class Farewell(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Of a run that ended in order, or that a callback has stopped."""
         done, wanted = trainer.current_epoch, trainer.max_epochs
-        self._say(trainer, "all" if done == wanted else f"{done} of {wanted}")
+        reason = next((r for c in trainer.callbacks if (r := getattr(c, "ended", None))), None)  # type: ignore[attr-defined]
+        self._say(trainer, "all" if done == wanted else f"{done} of {wanted}", reason)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Of a run that was interrupted."""
@@ -48,8 +50,9 @@ class Farewell(Callback):
             self._say(trainer, f"{trainer.current_epoch} of {trainer.max_epochs}")
 
     @rank_zero_only
-    def _say(self, trainer: Trainer, iterations: str) -> None:
+    def _say(self, trainer: Trainer, iterations: str, ended: str | None = None) -> None:
         folder = trainer.default_root_dir
         name = folder.removeprefix("runs/")
         more = "" if iterations == "all" else f"; go on with --run {name} --ckpt_path=last"
+        more = f"; it is over: {ended}" if ended else more
         print(f"{folder}: {iterations} iterations{more}")

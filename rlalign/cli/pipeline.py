@@ -144,6 +144,9 @@ class Pipeline:
         """What validation last said of each stage; a column a stage."""
         last = {stage.name: last_validation(self.folder / stage.name / METRICS) for stage in self.stages}
         table = Table("", *last, title=f"{self.folder}: at the end of each stage", title_justify="left")
+        unseen = ", ".join(name for name, values in last.items() if not values)
+        if unseen:
+            table.caption = f"never validated: {unseen}; its check_val_every_n_epoch is more than its iterations"
         for metric in sorted({name for values in last.values() for name in values}):
             table.add_row(metric, *(f"{v[metric]:.4g}" if metric in v else "-" for v in last.values()))
         return table

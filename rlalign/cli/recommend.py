@@ -39,8 +39,6 @@ class Method:
     """Name of its files in ``configs`` and ``configs/tiny``."""
     pipeline: str | None = None
     """Name of its file in ``configs/pipelines``, for several methods in a row."""
-    options: str = ""
-    """Further options of the command."""
 
     @property
     def files(self) -> list[str]:
@@ -53,9 +51,9 @@ class Method:
     def command(self) -> str:
         """Runs it on the embedded model."""
         if self.pipeline is not None:
-            return f"rlalign pipeline configs/pipelines/{self.pipeline}.yaml --run first{self.options}"
+            return f"rlalign pipeline configs/pipelines/{self.pipeline}.yaml --run {self.pipeline}"
         configs = f"--config configs/base.yaml --config configs/tiny/{self.config}.yaml"
-        return f"rlalign fit {configs} --run first{self.options}"
+        return f"rlalign fit {configs} --run {self.config}"
 
 
 QUESTIONS = {
@@ -262,7 +260,9 @@ def describe(asked: Sequence[tuple[Question, str]], method: Method) -> str:
     else:
         lines.append(f"  The constants of its source are in {method.files[2]}; give it your model and data:")
         lines.append(
-            f"    rlalign fit --config {method.files[0]} --config {method.files[2]} --model.policy.model=MODEL ..."
+            f"    rlalign fit --config {method.files[0]} --config {method.files[2]} --run mine \\\n"
+            "      --model.init_args.policy.model=MODEL --data.init_args.train=FILE --data.init_args.val=null \\\n"
+            "      --data.init_args.num_held_out=200"
         )
     return "\n".join(lines)
 
@@ -298,7 +298,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     for flag, answers in flags().items():
-        text = "; ".join(f"{name}: {text}" for name, text in answers.items())
+        text = "; ".join(text if text.startswith(name) else f"{name}: {text}" for name, text in answers.items())
         parser.add_argument(f"--{flag}", choices=list(answers), help=text)
     given = vars(parser.parse_args(argv[1:]))
     can_ask = sys.stdin.isatty() and sys.stdout.isatty()

@@ -126,7 +126,7 @@ def read_stages(path: Path, overrides: dict[str | None, list[str]]) -> list[Stag
     """
     if not path.is_file():
         known = [str(p) for p in Path("configs/pipelines").glob("*.yaml")]
-        near = difflib.get_close_matches(str(path), known, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(str(path), known, n=1, cutoff=0.75)
         raise FileNotFoundError(f"there is no pipeline {path}{f'; did you mean {near[0]}?' if near else '.'}")
     try:
         content = yaml.load(path.read_text(), _Loader)
@@ -152,7 +152,8 @@ def _read_stage(path: Path, name: Any, content: Any, options: Sequence[str], bef
     if not isinstance(name, str) or not NAME.fullmatch(name) or name in SECTIONS:
         raise ValueError(f"the name must be letters, digits, - and _, and none of {', '.join(SECTIONS)}.")
     if not isinstance(content, dict) or not content or not set(content) <= {"config", "settings"}:
-        raise ValueError(f"expected 'config' (files) and 'settings', got {content!r}.")
+        got = ", ".join(map(str, content)) if isinstance(content, dict) and content else repr(content)
+        raise ValueError(f"expected 'config' (files) and 'settings', got {got}.")
     files = content.get("config", [])
     files = [os.path.normpath(path.parent / file) for file in ([files] if isinstance(files, str) else files)]
     arguments = [f"--config={file}" for file in files]

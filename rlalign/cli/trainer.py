@@ -11,11 +11,13 @@ from typing import IO, Any, NoReturn
 
 import yaml
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
 import rlalign.cli.classes  # noqa: F401  lets configs name classes without their path
 from rlalign.algorithms.base import PolicyModule, RolloutModule
 from rlalign.algorithms.module import TrainedModule
+from rlalign.callbacks.band import Band
 from rlalign.callbacks.checkpoint import IterationCheckpoint
 from rlalign.callbacks.progress import IterationProgress
 from rlalign.callbacks.whole_iterations import refuse_partial_iterations
@@ -171,6 +173,7 @@ class TrainerCLI(LightningCLI):
         """Point everything that writes at the folder, and add what no run should be without."""
         given = self._get(self.config_init, "trainer")
         callbacks = given.callbacks if isinstance(given.callbacks, list) else [c for c in [given.callbacks] if c]
+        callbacks = last_of_each(callbacks)
         fits = self.subcommand == "fit"
         if fits and given.enable_checkpointing is not False and not has(callbacks, IterationCheckpoint):
             callbacks.append(IterationCheckpoint())
@@ -183,7 +186,7 @@ class TrainerCLI(LightningCLI):
         kwargs |= {"default_root_dir": str(self.folder), "callbacks": callbacks, "logger": self._loggers(given.logger)}
         if not fits:
             kwargs["enable_checkpointing"] = False
-            callbacks[:] = [c for c in callbacks if not isinstance(c, IterationCheckpoint)]
+            callbacks[:] = [c for c in callbacks if not isinstance(c, Checkpoint)]
             self.save_config_callback = None
         trainer = super().instantiate_trainer(**kwargs)
         if fits:
@@ -228,7 +231,7 @@ def refuse_missing_configs(args: Sequence[str]) -> None:
     for name in given:
         if not Path(name).is_file():
             known = [str(path) for path in Path("configs").rglob("*.yaml")]
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
             raise FileNotFoundError(f"--config: there is no file {name}{f'; did you mean {near[0]}?' if near else '.'}")
 
 
@@ -240,6 +243,23 @@ def logger_configs(given: Any) -> list[Any]:
 def has(objects: list[Any], kind: type) -> bool:
     """Whether one of the objects is of this kind."""
     return any(isinstance(each, kind) for each in objects)
+
+
+def last_of_each(callbacks: Sequence[Any]) -> list[Any]:
+    """The callbacks, without those that are given again later, so that an option of an earlier file can be changed.
+
+    Those of one class are the same, but for what they monitor, and but for checkpoints of Lightning's own kind.
+    """
+    of_name: dict[Any, Any] = {}
+    for callback in callbacks:
+        name = type(callback), getattr(callback, "monitor", None) if isinstance(callback, Band) else None
+        if type(callback) is ModelCheckpoint:
+            name = type(callback), id(callback)
+        if name in of_name:
+            print(f"trainer.callbacks: the {type(callback).__name__} that is given last takes the place of the other")
+            del of_name[name]
+        of_name[name] = callback
+    return list(of_name.values())
 
 
 def gather_rollouts(trainer: Trainer, rollouts: list[Any]) -> list[Any]:

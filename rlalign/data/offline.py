@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +14,7 @@ from rlalign.data.formats import Columns, field_names
 from rlalign.rollouts.cutting import Shapes
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
 from rlalign.rollouts.prompts import PromptSource, parse_source
-from rlalign.rollouts.ranks import data_parallel
+from rlalign.rollouts.ranks import data_parallel, say
 from rlalign.rollouts.seeded import SeededDataModule
 from rlalign.rollouts.template import Rendering
 
@@ -84,7 +83,8 @@ class RenderedRows(ABC):
                 self.kept.append(index)
                 sizes.append((found.length, found.counted, number, len(found.prompt)))
         if not self.kept:
-            raise ValueError(f"No {noun} is left of {len(rows)}; dropped: {dict(self.dropped)}.")
+            reasons = ", ".join(f"{count}: {why}" for why, count in self.dropped.items())
+            raise ValueError(f"No {noun} is left of {len(rows)}; dropped {reasons}.")
         self.lengths, self.counts, self.prompt_of, self.prompt_lengths = torch.tensor(sizes).unbind(1)
 
     @abstractmethod
@@ -134,9 +134,13 @@ class OfflineDataModule(SeededDataModule, ABC):
         for name, size in sizes.items():
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}.")
+        if num_held_out < 0 or (num_held_out and val is not None):
+            raise ValueError(
+                f"data.num_held_out={num_held_out} takes rows of data.train: give it or data.val, not both."
+            )
         super().__init__(step_size, minibatch_size, 1, seed)
         self.train_source, self.val_source = train, train if val is None and num_held_out else val
-        self.num_held_out = num_held_out if val is None else 0
+        self.num_held_out = num_held_out
         self.columns, self.system_prompt = columns, system_prompt
         self.rendering: Rendering = rendering
         self.max_tokens, self.steps_per_epoch = max_tokens, steps_per_epoch
@@ -183,9 +187,9 @@ class OfflineDataModule(SeededDataModule, ABC):
         try:
             data = self.open(rows, field_names(rows), self.max_tokens or positions, held_out)
         except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
+            raise ValueError(f"{source}, {split}: {error}") from error
         dropped = "".join(f"; dropped {count}: {why}" for why, count in data.dropped.items())
-        rank_zero_info(f"{len(data)} {split} {self.noun}s of {source}: {data.columns.description}{dropped}")
+        say(f"{len(data)} {split} {self.noun}s of {source}: {data.columns.description}{dropped}")
         return data
 
     def setup(self, stage: str) -> None:

@@ -51,7 +51,8 @@ def grouped_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given, **kwargs)
     scaling = size**-0.5 if scaling is None else scaling
     blocks = (query * scaling).reshape(rows, groups, share * length, size)
-    scores = torch.matmul(blocks, key.transpose(-1, -2)).view(rows, groups, share, length, width).float()
+    scores = torch.matmul(blocks, key.transpose(-1, -2)).view(rows, groups, share, length, width)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None:
         scores = _masked(scores, attention_mask[:, :, None, :, :width])

@@ -47,7 +47,7 @@ class PackedDecoder:
 
     That is: pre-normalised layers with rotary positions, full causal attention (also with fewer keys than queries, also
     with normalised ones) and a gated MLP, as in Llama, Mistral, Qwen2, Qwen3 and SmolLM2, with LoRA adapters or
-    without. The residual stream is float32, as under autocast.
+    without. The residual stream is float32 or wider, as under autocast.
 
     Args:
         model: A causal language model of transformers; copied, but for what is small or only looked up in.
@@ -69,6 +69,7 @@ class PackedDecoder:
         body, config = model.base_model, model.config.get_text_config()
         _check_kind(body, config)
         self.dtype, self.config, self.device = dtype, model.config, model.device
+        self.wide = torch.promote_types(dtype, torch.float32)
         self.num_heads, self.num_keys = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.scaling = body.layers[0].self_attn.scaling
@@ -207,7 +208,7 @@ class PackedDecoder:
 
     def _states(self, ids: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """Last hidden states ``[n, L, H]`` of tokens ``[n, L]`` at these positions, before the last norm."""
-        residual = self.embedding[ids].float()
+        residual = self.embedding[ids].to(self.wide)
         cos, sin = (part.unsqueeze(1) for part in self.rotary(residual, positions))
         half = self.head_dim // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # of numbers that are rolled, not negated
@@ -220,7 +221,7 @@ class PackedDecoder:
                 turned = torch.cat([self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)], 1)
             else:
                 turned = heads[:, : sum(kinds[:2])]
-            turned = turned.float()
+            turned = turned.to(self.wide)
             turned = torch.addcmul(turned * cos, turned.roll(half, -1), sin).to(self.dtype)
             found = attend(number, *turned.split(kinds[:2], dim=1), values)
             residual = residual + layer.attention_out(found.transpose(1, 2).flatten(2))
@@ -229,7 +230,7 @@ class PackedDecoder:
         return residual
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        x = x.float()
+        x = x.to(self.wide)
         mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
         return (x * (mean_square + norm.eps).rsqrt() * norm.weight).to(self.dtype)
 
@@ -276,7 +277,7 @@ def _norm(module: Any) -> Norm:
     eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
     if "RMSNorm" not in type(module).__name__ or eps is None:
         raise Unpackable(f"it normalises by {type(module).__name__}")
-    return Norm(module.weight.detach().float(), float(eps))
+    return Norm(at_least_float32(module.weight.detach()), float(eps))
 
 
 def _weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None]:
@@ -316,9 +317,9 @@ def pack(model: PreTrainedModel, dtype: torch.dtype, check: bool = True) -> Pack
     decoder.admit([ids[0, :4].tolist(), ids[1, :6].tolist()], [1, 1])
     got = decoder.step(ids[[0, 1], [4, 6]]).log_softmax(-1)
     decoder.keep(torch.zeros(0, dtype=torch.long, device=model.device))
-    logits = model(input_ids=ids, use_cache=False).logits.float()
+    logits = at_least_float32(model(input_ids=ids, use_cache=False).logits)
     want = logits[[0, 1], [4, 6]].log_softmax(-1)
     apart = float((got - want).abs().max())
-    if not apart < (1e-3 if dtype == torch.float32 else 0.25):
+    if not apart < (0.25 if dtype.itemsize < 4 else 1e-3):
         raise Unpackable(f"its log-probabilities are {apart:.2g} from those of the model")
     return decoder

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlalign.assets import resolve
+from rlalign.assets import resolve, told_if_missing
 from rlalign.models.attention import GROUPED
 from rlalign.models.reference import add_reference_adapter
 from rlalign.models.scoring import TokenScores, final_states, scalar_of_states, scores_of_states, token_scores
@@ -111,12 +111,14 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     Raises:
         FileNotFoundError: If the name looks like a folder but is none.
     """
-    model = AutoModelForCausalLM.from_pretrained(
-        locate_model(config.model),
-        dtype=DTYPES[config.dtype],
-        attn_implementation=config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
-    )
+    path = locate_model(config.model)
+    with told_if_missing(path):
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=DTYPES[config.dtype],
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
     if config.attn_implementation is None and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED)
     return model.eval()

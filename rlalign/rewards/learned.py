@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlalign.assets import told_if_missing
 from rlalign.rewards.base import BatchedReward
 
 if TYPE_CHECKING:
@@ -223,13 +224,14 @@ def _load(name: str, dtype: str) -> tuple[Any, Any]:
         kind = (json.loads((folder / "config.json").read_text()).get("architectures") or [""])[0]
         if kind.endswith(("ForCausalLM", "LMHeadModel")):
             raise ValueError(f"model={name} is a language model ({kind}): a reward model is a sequence classifier.")
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        name,
-        dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    with told_if_missing(name):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            name,
+            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(f"model={name} has no weights for {', '.join(missing[:3])}: it is no trained classifier.")

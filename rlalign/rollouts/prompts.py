@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlalign.data.formats import Columns, Text, field_names, lookup, recognise
 from rlalign.functional.draws import hashed_permutation
+from rlalign.rollouts.ranks import say
 from rlalign.rollouts.sources import SPLIT_NAMES, Example, PromptSource, parse_source
 from rlalign.rollouts.template import Rendering, clean_messages, render_prompt
 
@@ -148,7 +148,7 @@ def load_prompts(
     description += "".join(f"; dropped {n} {why}" for why, n in dropped.items())
     if not kept:
         raise ValueError(f"No prompt is left: {description}.")
-    _print_once(description)
+    say(description)
     return PromptDataset(rows, found, tokenizer, kept, system_prompt, rendering, description, dropped)
 
 
@@ -242,8 +242,3 @@ def _pass_order(num_prompts: int, pass_number: int, prompts_per_iteration: int, 
 def _is_empty(prompt: Text) -> bool:
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in clean_messages(prompt)]
     return not any(text.strip() for text in texts)
-
-
-@rank_zero_only
-def _print_once(text: str) -> None:
-    print(text)

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 T = TypeVar("T")
@@ -58,3 +59,9 @@ def broadcast_object(value: T) -> T:
     holder = [value]
     dist.broadcast_object_list(holder, src=0, device=torch.device("cpu") if dist.get_backend() == "gloo" else None)
     return holder[0]
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    """Print a line that the user of a run is to see, once."""
+    print(text)

@@ -155,6 +155,8 @@ def test_step_mean_names_a_metric_that_is_not_logged(tiny_model, prompts_file, t
     [
         ({"rule": "magic"}, "rule must be"),
         ({"every": "epoch"}, "every must be"),
+        ({"target": 0.01}, "target does nothing with rule='multiplicative'"),
+        ({"rule": "proportional", "up": 1.5}, "up does nothing with rule='proportional'"),
         ({"min_coef": 2.0, "max_coef": 1.0}, "min_coef <= max_coef"),
         ({"down": 1.5}, "0 < down <= 1 <= up"),
         ({"rule": "proportional", "target": 0.0}, "must be positive"),
@@ -191,7 +193,7 @@ def test_a_module_without_the_coefficient():
 @pytest.mark.parametrize(
     "callback",
     [
-        lambda: AdaptiveKL(target=0.02, every="step"),
+        lambda: AdaptiveKL(threshold=0.05, every="step"),
         lambda: KLBand(high=0.05, action_high="end_iteration"),
     ],
 )

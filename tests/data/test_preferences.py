@@ -138,7 +138,7 @@ def test_what_cannot_be_used_is_dropped_and_counted_kf43_kf94(serve):
         "empty prompt": 1,
         "over 20 tokens": 1,
     }
-    with pytest.raises(ValueError, match=r"rows.jsonl: No pair is left of 1; dropped: {'identical responses': 1}"):
+    with pytest.raises(ValueError, match=r"rows.jsonl, train: No pair is left of 1; dropped 1: identical responses\."):
         serve([{**good, "rejected": "4"}])
     conversations = [{"chosen": [USER, REPLY], "rejected": [USER, REPLY]}, LAYOUTS["whole conversations"]]
     assert serve(conversations).train_data.dropped == {"identical responses": 1}
@@ -347,3 +347,8 @@ def test_the_embedded_pairs_are_right_and_wrong_answers():
             assert row["rejected"].strip()
     assert not found["pairs"] & found["pairs_val"]
     assert not (found["pairs"] | found["pairs_val"]) & set(answers["val"])
+
+
+def test_rows_to_hold_out_and_held_out_rows_are_not_given_both():
+    with pytest.raises(ValueError, match=r"num_held_out=5 takes rows of data\.train: give it or data\.val"):
+        PreferenceDataModule("a.jsonl", val="b.jsonl", num_held_out=5)
