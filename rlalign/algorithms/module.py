@@ -101,7 +101,7 @@ class TrainedModule(LightningModule, ABC):
         """One optimizer, and a schedule that counts its steps."""
         optimizer = self.make_optimizer(self.parameter_groups())
         if self.trainer.precision != "16-mixed" and hasattr(optimizer, "_step_supports_amp_scaling"):
-            optimizer._step_supports_amp_scaling = False  # without a scaler, a fused optimizer's gradient can be clipped
+            optimizer._step_supports_amp_scaling = False  # no scaler: its gradient can be clipped
         schedule: Any = self.make_schedule(optimizer)
         if isinstance(schedule, WarmupSchedule) and schedule.shape != "constant" and schedule.total_steps is None:
             steps = self.trainer.estimated_stepping_batches

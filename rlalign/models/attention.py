@@ -47,7 +47,7 @@ def grouped_attention(
     share = heads // groups
     is_long = share * length * width > _MOST_SCORES
     if query.device.type != "cpu" or is_long or kwargs.get("position_bias") is not None:
-        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given, **kwargs)
     scaling = size**-0.5 if scaling is None else scaling
     blocks = (query * scaling).reshape(rows, groups, share * length, size)

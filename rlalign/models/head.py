@@ -1,7 +1,8 @@
 """From final hidden states to log-probabilities, without what autograd would keep of the logits.
 
 A vocabulary is the widest thing in a small model: as separate operations, temperature, softmax and entropy each write
-and keep a tensor of all logits. Here they are computed a block of rows at a time, and their gradient from the logits alone.
+and keep a tensor of all logits. Here they are computed a block of rows at a time, and their gradient from the logits
+alone.
 """
 
 from typing import Any
@@ -80,9 +81,9 @@ class _LinearScores(torch.autograd.Function):
             gradient = torch.empty_like(logits)
             for first in range(0, len(logits), step):
                 inner, outer = slice(first, first + step), slice(start + first, min(start + first + step, rows.stop))
-                given = (None if each is None else each[outer] for each in (of_logprobs, of_entropy))
+                one, other = (None if each is None else each[outer] for each in (of_logprobs, of_entropy))
                 known = (targets[outer], normalizer[outer], entropy[outer])
-                gradient[inner] = _gradient(logits[inner], *known, *given, scale)
+                gradient[inner] = _gradient(logits[inner], *known, one, other, scale)
             of_hidden[rows] = gradient @ matrix
             if of_weight is not None:
                 product = gradient.T @ states[rows]

@@ -66,7 +66,8 @@ class PackedDecoder:
     """Whether rows can come in while others are on their way."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        body, config = model.base_model, model.config.get_text_config()
+        body: Any = model.base_model
+        config: Any = model.config.get_text_config()
         _check_kind(body, config)
         self.dtype, self.config, self.device = dtype, model.config, model.device
         self.wide = torch.promote_types(dtype, torch.float32)
@@ -87,11 +88,12 @@ class PackedDecoder:
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        norms = [None if (m := getattr(attention, name, None)) is None else _norm(m) for name in ("q_norm", "k_norm")]
+        query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         return _Layer(
             _norm(layer.input_layernorm),
             self._pack(attention.q_proj, attention.k_proj, attention.v_proj),
-            *norms,
+            None if query_norm is None else _norm(query_norm),
+            None if key_norm is None else _norm(key_norm),
             self._pack(attention.o_proj),
             _norm(layer.post_attention_layernorm),
             self._pack(mlp.gate_proj, mlp.up_proj),
@@ -161,8 +163,8 @@ class PackedDecoder:
                 cache[number][rows, :, positions] = new.squeeze(2)
             # The queries that share a key are one block: on a CPU this is several times faster than one each.
             blocks = queries.reshape(len(rows), self.num_keys, share, self.head_dim)
-            cached = (cache[number][: len(rows), :, :size] for cache in (self._keys, self._values))
-            found = scaled_dot_product_attention(blocks, *cached, attn_mask=bias, scale=self.scaling)
+            seen_keys, seen_values = (c[number][: len(rows), :, :size] for c in (self._keys, self._values))
+            found = scaled_dot_product_attention(blocks, seen_keys, seen_values, attn_mask=bias, scale=self.scaling)
             return found.reshape(queries.shape)
 
         states = self._states(tokens.unsqueeze(1), positions.unsqueeze(1), attend)
@@ -195,9 +197,7 @@ class PackedDecoder:
         rows = max(rows, shape[0])
         for caches in (self._keys, self._values):
             for number in range(len(self.layers)):
-                new = torch.zeros(
-                    rows, self.num_keys, size, self.head_dim, dtype=self.dtype, device=self.device
-                )
+                new = torch.zeros(rows, self.num_keys, size, self.head_dim, dtype=self.dtype, device=self.device)
                 if caches is not None and shape[0]:
                     new[: len(self), :, : self.longest] = caches[number][: len(self), :, : self.longest]
                     caches[number] = new

@@ -67,7 +67,7 @@ class PolicyConfig:
             )
         if self.share_prompts and (self.dropout or self.lora_dropout):
             raise ValueError(
-                "policy.share_prompts computes a prompt once, and dropout would be different for each row: use one of them."
+                "policy.share_prompts computes a prompt once, and dropout differs from row to row: use one of them."
             )
         if self.share_prompts and self.activation_checkpointing:
             raise ValueError(

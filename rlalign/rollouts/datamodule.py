@@ -14,8 +14,8 @@ from rlalign.rewards.base import NamedReward
 from rlalign.rewards.composition import Normalization
 from rlalign.rewards.suite import RewardSuite, Tally
 from rlalign.rollouts.batch import Rollout, RolloutBatch, collate
-from rlalign.rollouts.cutting import Shapes
 from rlalign.rollouts.curriculum import Curriculum, EveryPromptOnce, resume
+from rlalign.rollouts.cutting import Shapes
 from rlalign.rollouts.learner import Learner
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
 from rlalign.rollouts.prompts import Prompt, PromptDataset, PromptSource, load_prompts

@@ -6,68 +6,19 @@ A line a step, with what its sampling took, then the peak memory.
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from forced import ToLength
 from lightning import Callback, Trainer
-from torch import Tensor
-from workload import CASES, GROUP, PROMPTS, Case, peak_gb, questions, score
+from workload import CASES, GROUP, PROMPTS, peak_gb, questions, score
 
 from rlalign.algorithms.grpo import GRPO
-from rlalign.models.decoding import Decoder
 from rlalign.models.policy import PolicyConfig
 from rlalign.rollouts.datamodule import RolloutDataModule
-from rlalign.rollouts.sources import PromptSource
 from rlalign.rollouts.sampling.base import SamplingParams
-from rlalign.rollouts.sampling.local import LocalSampler
-
-
-class Lengths:
-    """A decoder whose rows never end before their time, and end then."""
-
-    def __init__(self, decoder: Decoder, case: Case, end: int) -> None:
-        self.decoder, self.case, self.end = decoder, case, end
-        self.compacts_at, self.admits_late = decoder.compacts_at, decoder.admits_late
-        self.left = torch.zeros(0, dtype=torch.long)
-
-    def __len__(self) -> int:
-        return len(self.decoder)
-
-    def _of(self, logits: Tensor, left: Tensor) -> Tensor:
-        logits[:, self.end] = float("-inf")
-        logits[left <= 1] = float("-inf")
-        logits[left <= 1, self.end] = 0.0
-        return logits
-
-    def admit(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """Rows, numbered as they come."""
-        new = torch.tensor([self.case.length(row) for row in range(sum(counts))])
-        self.left = torch.cat([self.left, new])
-        return self._of(self.decoder.admit(prompts, counts), new)
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """A token each."""
-        self.left = self.left - 1
-        return self._of(self.decoder.step(tokens), self.left)
-
-    def keep(self, rows: Tensor) -> Tensor:
-        """Some of the rows."""
-        order = self.decoder.keep(rows)
-        self.left = self.left[order]
-        return order
-
-
-class ToLength(LocalSampler):
-    """A sampler of responses whose lengths are given."""
-
-    def __init__(self, case: Case, **options: Any) -> None:
-        super().__init__(**options)
-        self.case = case
-
-    def _make_decoder(self, model: Any) -> Any:
-        return Lengths(super()._make_decoder(model), self.case, self.end_ids[0])
+from rlalign.rollouts.sources import PromptSource
 
 
 class Questions(PromptSource):

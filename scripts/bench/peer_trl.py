@@ -1,4 +1,7 @@
-"""Steps of TRL's GRPOTrainer, timed: ``peer_trl.py MODEL CASE STEPS bf16|fp32``; a line a step, then the peak memory."""
+"""Steps of TRL's GRPOTrainer, timed: ``peer_trl.py MODEL CASE STEPS bf16|fp32``.
+
+A line a step, then the peak memory.
+"""
 
 import os
 import sys
@@ -7,28 +10,10 @@ import time
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
-import torch
 from datasets import Dataset
-from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
+from transformers import LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from workload import CASES, GROUP, PROMPTS, Case, peak_gb, questions, score
-
-
-class Lengths(LogitsProcessor):
-    """No response ends before its time, and each ends then."""
-
-    def __init__(self, case: Case, end: int) -> None:
-        self.case, self.end, self.prompt = case, end, 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token."""
-        self.prompt = self.prompt or input_ids.shape[1]
-        drawn = input_ids.shape[1] - self.prompt
-        last = torch.tensor([drawn + 1 >= self.case.length(row) for row in range(len(scores))])
-        scores[:, self.end] = float("-inf")
-        scores[last] = float("-inf")
-        scores[last, self.end] = 0.0
-        return scores
+from workload import CASES, GROUP, PROMPTS, Lengths, peak_gb, questions, score
 
 
 class Clock(TrainerCallback):

@@ -1,82 +1,97 @@
 #!/usr/bin/env python3
-"""Sampling by the local sampler against `generate` of transformers: the same model, prompts and lengths, in turn.
+"""Sampling by the local sampler against ``generate`` of transformers, and vLLM: the same model, prompts and lengths.
 
-usage: sampling.py [--model FOLDER] [--prompts 4] [--group 8] [--tokens 64] [--rounds 5] [--threads 2]
+usage: sampling.py [--model FOLDER] [--case a|b|c] [--dtype bf16|fp32] [--rounds 3] [--vllm PYTHON]
 
-Both draw at temperature 1 and never end early. Prints the median seconds and tokens a second of each, and closes with
-`ratio R`: generate's time over ours, the median over rounds.
+Both draw at temperature 1, in turn, A B A B; a response ends when its time has come. Prints the median seconds and
+tokens a second of each, and closes with ``ratio R``: generate's time over ours. With ``--vllm``, the interpreter of an
+environment that has vLLM (see docs/benchmarks.md), its time comes between, and ``vllm_ratio V`` on the last line.
 """
 
 import argparse
-import platform
+import os
 import statistics
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import torch
-import transformers
-from transformers import AutoTokenizer
+from forced import ToLength
+from transformers import AutoTokenizer, LogitsProcessorList
+from workload import CASES, GROUP, PROMPTS, Lengths, questions
 
 from rlalign.assets import resolve
 from rlalign.models.policy import Policy, PolicyConfig
 from rlalign.rollouts.sampling.base import SampleRequest, SamplingParams
-from rlalign.rollouts.sampling.local import LocalSampler
 from rlalign.rollouts.template import render_prompt
+
+HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Time both in turn."""
+    """Time them in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="embedded")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    parser.add_argument("--case", choices=("a", "b", "c"), default="a")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--vllm", help="Interpreter of an environment with vLLM.")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    case, path = CASES[options.case], resolve(options.model)
+    dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve(arguments.model), padding_side="left")
-    policy = Policy(PolicyConfig(arguments.model))
-    sampler = LocalSampler()
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    policy = Policy(PolicyConfig(options.model))
+    sampler = ToLength(case)
     sampler.setup(tokenizer)
-    sampler.sync(policy)
-    sampler.end_ids = [-1]  # no response ends before the limit
-    prompts = [render_prompt(tokenizer, f"What is {17 * i + 3} + {29 * i + 8}?")[0] for i in range(arguments.prompts)]
-    requests = [SampleRequest(tuple(ids), i, s, 0) for i, ids in enumerate(prompts) for s in range(arguments.group)]
-    params = SamplingParams(max_new_tokens=arguments.tokens)
-    padded = tokenizer.pad({"input_ids": [ids for ids in prompts for _ in range(arguments.group)]}, return_tensors="pt")
+    prompts = [tuple(render_prompt(tokenizer, text)[0]) for text in questions(PROMPTS, case)]
+    requests = [SampleRequest(ids, i, s, 0) for i, ids in enumerate(prompts) for s in range(GROUP)]
+    padded = tokenizer.pad({"input_ids": [list(ids) for ids in prompts for _ in range(GROUP)]}, return_tensors="pt")
+    tokens = sum(case.length(row) for row in range(PROMPTS * GROUP))
 
     def ours() -> None:
-        sampler.sample(requests, params)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            sampler.sync(policy)
+            drawn = sampler.sample(requests, SamplingParams(max_new_tokens=case.max_tokens))
+        assert sum(len(completion.token_ids) for completion in drawn) == tokens
 
-    def theirs() -> None:
+    theirs_model = Policy(PolicyConfig(options.model, attn_implementation="sdpa")).model.to(dtype)
+
+    def generate() -> None:
+        lengths = LogitsProcessorList([Lengths(case, tokenizer.eos_token_id)])
+        given = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "logits_processor": lengths}
         with torch.no_grad():
-            policy.model.generate(
-                **padded,
-                do_sample=True,
-                top_k=0,
-                top_p=1.0,
-                temperature=1.0,
-                min_new_tokens=arguments.tokens,
-                max_new_tokens=arguments.tokens,
-                pad_token_id=tokenizer.pad_token_id,
+            theirs_model.generate(
+                **padded, **given, max_new_tokens=case.max_tokens, pad_token_id=tokenizer.pad_token_id
             )
 
-    seconds: dict[str, list[float]] = {"rlalign": [], "generate": []}
-    for number in range(arguments.rounds + 1):
-        for name, run in (("rlalign", ours), ("generate", theirs)):
-            start = time.perf_counter()
+    def vllm() -> float:
+        command = [str(options.vllm), str(HERE / "peer_vllm.py"), path, options.case, options.dtype]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"vLLM failed:\n{done.stderr[-3000:]}")
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("seconds"))
+        return float(line.split()[1])
+
+    times: dict[str, list[float]] = {"generate": [], "rlalign": []}
+    for number in range(options.rounds + 1):
+        for name, run in (("generate", generate), ("rlalign", ours)):
+            began = time.perf_counter()
             run()
-            if number:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
-    drawn = len(requests) * arguments.tokens
-    print(f"{platform.processor() or platform.machine()}, {arguments.threads} threads, torch {torch.__version__}, ")
-    print(f"transformers {transformers.__version__}; {len(requests)} responses of {arguments.tokens} tokens")
-    for name, times in seconds.items():
-        print(f"{name:>9}: median {statistics.median(times):.3f} s, {drawn / statistics.median(times):.0f} tokens/s")
-    pairs = [b / a for a, b in zip(seconds["rlalign"], seconds["generate"], strict=True)]
-    print(f"ratio {statistics.median(pairs):.2f}")
+            if number:  # the first round does not count
+                times[name].append(time.perf_counter() - began)
+        if options.vllm and number:
+            times.setdefault("vLLM", []).append(vllm())
+    print(f"case {options.case}: {case.text}; {options.dtype}; {options.threads} threads; {tokens} tokens")
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    for name, seconds in medians.items():
+        print(f"{name}: {seconds:.2f} s, {tokens / seconds:.0f} tokens/s")
+    more = f" vllm_ratio {medians['vLLM'] / medians['rlalign']:.2f}" if options.vllm else ""
+    print(f"ratio {medians['generate'] / medians['rlalign']:.2f}{more}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""A whole step of GRPO, rlalign's and TRL's, in turn on one machine: ``step.py --model DIR --case a|b|c|d --dtype bf16|fp32``.
+"""A whole step of GRPO, rlalign's and TRL's, in turn on one machine.
+
+usage: step.py --model DIR [--case a|b|c|d] [--dtype bf16|fp32] [--rounds 2] [--steps 3]
 
 Each runs in a process of its own, A B A B; the first step of each process does not count. Prints the median seconds of
 each and its peak memory, and closes with ``ratio R memory_ratio M``: TRL's time over ours, our memory over TRL's.
@@ -44,7 +46,9 @@ def main() -> None:
     """Time both in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Folder of a causal language model.")
-    parser.add_argument("--case", choices=CASES, default="a", help="; ".join(f"{n}: {c.text}" for n, c in CASES.items()))
+    parser.add_argument(
+        "--case", choices=CASES, default="a", help="; ".join(f"{n}: {c.text}" for n, c in CASES.items())
+    )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--steps", type=int, default=3, help="Of each process; the first does not count.")
     parser.add_argument("--rounds", type=int, default=2)
@@ -55,13 +59,17 @@ def main() -> None:
         parser.error("--steps must be at least 2.")
     versions = {"torch": torch, "transformers": transformers, "trl": trl, "lightning": lightning}
     print(f"case {options.case}: {CASES[options.case].text}; {options.dtype}; {options.threads} threads")
-    print(", ".join([platform.processor() or platform.machine(), *(f"{n} {m.__version__}" for n, m in versions.items())]))
+    print(
+        ", ".join([platform.processor() or platform.machine(), *(f"{n} {m.__version__}" for n, m in versions.items())])
+    )
     arguments = [options.model, options.case, str(options.steps), options.dtype]
     times: dict[str, list[float]] = {"peer_trl.py": [], "ours.py": []}
     peaks: dict[str, float] = dict.fromkeys(times, 0.0)
     for _ in range(options.rounds):
         for script in times:
-            seconds, peak = measure(script, arguments + (options.option if script == "ours.py" else []), options.threads)
+            seconds, peak = measure(
+                script, arguments + (options.option if script == "ours.py" else []), options.threads
+            )
             times[script] += seconds
             peaks[script] = max(peaks[script], peak)
             print(f"{script}: {' '.join(f'{s:.2f}' for s in seconds)} s, peak {peak:.2f} GB", flush=True)

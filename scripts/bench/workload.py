@@ -4,9 +4,14 @@ import random
 import resource
 from dataclasses import dataclass
 
+import torch
+from transformers import LogitsProcessor
+
 GROUP = 8
 PROMPTS = 4
-_EXAMPLES = " ".join(f"Q: {a} + {b} A: {a + b}." for a, b in [(3, 4), (21, 7), (40, 18), (9, 9), (65, 12), (33, 30)] * 3)
+_EXAMPLES = " ".join(
+    f"Q: {a} + {b} A: {a + b}." for a, b in [(3, 4), (21, 7), (40, 18), (9, 9), (65, 12), (33, 30)] * 3
+)
 
 
 @dataclass(frozen=True)
@@ -59,3 +64,20 @@ def score(text: str) -> float:
 def peak_gb() -> float:
     """Most memory that this process has ever held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+class Lengths(LogitsProcessor):
+    """No response ends before its time, and each ends then."""
+
+    def __init__(self, case: Case, end: int) -> None:
+        self.case, self.end, self.prompt = case, end, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token."""
+        self.prompt = self.prompt or input_ids.shape[1]
+        drawn = input_ids.shape[1] - self.prompt
+        last = torch.tensor([drawn + 1 >= self.case.length(row) for row in range(len(scores))])
+        scores[:, self.end] = float("-inf")
+        scores[last] = float("-inf")
+        scores[last, self.end] = 0.0
+        return scores

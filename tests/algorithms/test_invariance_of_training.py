@@ -48,11 +48,13 @@ def fit(
     devices: int = 1,
     cls=GRPO,
     iterations: int = 1,
+    share_prompts: bool | None = False,  # models normalise in float32, whatever runs in float64
     **data,
 ):
     """Weights after iterations of two optimizer steps, in float64."""
     lightning.seed_everything(3)
-    module = cls(policy=PolicyConfig(model), optimizer=lambda p: torch.optim.SGD(p, lr=0.05), **loss)
+    policy = PolicyConfig(model, share_prompts=share_prompts)
+    module = cls(policy=policy, optimizer=lambda p: torch.optim.SGD(p, lr=0.05), **loss)
     settings = {"prompts_per_iteration": 4, "group_size": 4, "step_size": 8, "num_passes": 1, **data}
     source = RolloutDataModule(
         prompts,
@@ -95,6 +97,17 @@ def test_minibatches_and_padding_change_no_weight_kf1_kf2_kf5_kf85(
     tiny_model, prompts_file, loss, reduction, monkeypatch
 ):
     check_cuts_and_padding(monkeypatch, tiny_model, prompts_file, loss={**LOSSES[loss], "reduction": reduction})
+
+
+def test_sharing_prompts_where_it_pays_changes_no_weight_but_for_rounding(tiny_model, prompts_file):
+    options = {"loss": LOSSES["k3_and_entropy"], "minibatch": 8, "accumulate": 1}
+    want, rows, _ = fit(tiny_model, prompts_file, **options)
+    for share_prompts in (None, True):
+        for minibatch, accumulate in [(8, 1), (4, 2), (1, 8)]:
+            options |= {"minibatch": minibatch, "accumulate": accumulate, "share_prompts": share_prompts}
+            got, got_rows, _ = fit(tiny_model, prompts_file, **options)
+            assert got_rows == rows
+            torch.testing.assert_close(got, want, atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -43,7 +43,8 @@ def test_it_is_attention_with_its_gradients(length, width, masked, scaling):
 def test_long_sequences_go_to_the_kernel_of_transformers(monkeypatch):
     monkeypatch.setattr("rlalign.models.attention._MOST_SCORES", 3 * 5 * 5 - 1)
     called = []
-    monkeypatch.setattr("rlalign.models.attention.sdpa_attention_forward", lambda *a, **k: called.append(1) or (1, None))
+    kernel = "rlalign.models.attention.sdpa_attention_forward"
+    monkeypatch.setattr(kernel, lambda *a, **k: called.append(1) or (1, None))
     grouped_attention(Layer(), *inputs(), None)
     grouped_attention(Layer(), *inputs(4, 5), None)
     assert called == [1]

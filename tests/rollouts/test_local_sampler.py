@@ -172,8 +172,16 @@ def watched(sampler: LocalSampler) -> tuple[list[tuple[int, int]], list[int]]:
     def make_watched(model):
         decoder = make(model)
         admit, step = decoder.admit, decoder.step
-        decoder.admit = lambda prompts, counts: (admitted.append((len(prompts), sum(counts))), admit(prompts, counts))[1]
-        decoder.step = lambda tokens: (rows.append(len(tokens)), step(tokens))[1]
+
+        def watched_admit(prompts, counts):
+            admitted.append((len(prompts), sum(counts)))
+            return admit(prompts, counts)
+
+        def watched_step(tokens):
+            rows.append(len(tokens))
+            return step(tokens)
+
+        decoder.admit, decoder.step = watched_admit, watched_step
         return decoder
 
     sampler._make_decoder = make_watched
@@ -212,7 +220,8 @@ def test_the_cache_keeps_to_its_tokens(tiny_model):
     longest = max(len(r.prompt_ids) for r in wanted) + 24
     got = sampler.sample(wanted, SamplingParams(24))
     assert max(rows) <= 100 // longest
-    assert [c.token_ids for c in got] == [c.token_ids for c in make_sampler(tiny_model)[0].sample(wanted, SamplingParams(24))]
+    want = make_sampler(tiny_model)[0].sample(wanted, SamplingParams(24))
+    assert [c.token_ids for c in got] == [c.token_ids for c in want]
 
 
 def test_the_copy_is_made_once_for_many_calls_and_let_go(tiny_model):

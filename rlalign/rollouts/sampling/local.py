@@ -240,7 +240,8 @@ class _Drawing:
         """Rows whose newest token completes a stop string, ``[R]``."""
         stop = self.params.stop
         window = max(map(len, stop)) + 8  # a token is at least a character, but for pieces of one
-        recent = [ids[max(0, n - window) : n] for ids, n in zip(self.tokens.tolist(), self.counts.tolist(), strict=True)]
+        drawn = zip(self.tokens.tolist(), self.counts.tolist(), strict=True)
+        recent = [ids[max(0, count - window) : count] for ids, count in drawn]
         texts = self.tokenizer.batch_decode(recent, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         special = {i for text, i in special_strings(self.tokenizer).items() if text in stop}
         found = [ids[-1] in special or any(s in text for s in stop) for ids, text in zip(recent, texts, strict=True)]
@@ -258,7 +259,7 @@ def _draw(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Ten
         token = logits.argmax(-1)
     if not log_normalizer.isfinite().all():
         raise FloatingPointError(
-            "The policy's logits are not finite: its weights have diverged (lower the learning rate, clip the gradient), "
-            "or it overflows in this precision."
+            "The policy's logits are not finite: its weights have diverged (lower the learning rate, clip the "
+            "gradient), or it overflows in this precision."
         )
     return token, (logits.gather(-1, token.unsqueeze(-1)) - log_normalizer).squeeze(-1)
