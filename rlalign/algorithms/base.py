@@ -104,7 +104,13 @@ class RolloutModule(PolicyModule, ABC):
         self._kl_probe: RolloutBatch | None = None
 
     def on_fit_start(self) -> None:
-        """Say so where a KL to the policy of before the iteration does nothing."""
+        """Say so where a KL to the old policy does nothing, or a sampler that differs from the policy is taken for it."""
+        computes = torch.bfloat16 if str(self.trainer.precision).startswith("bf16") else None
+        if self.importance_cap is None and self.data.sampler.is_approximate(computes or self.policy.model.dtype):
+            rank_zero_warn(
+                f"{type(self.data.sampler).__name__} draws from what differs from the policy, as if it were the policy: "
+                "give importance_cap (2, say) to correct for that."
+            )
         is_to_old = getattr(self, "kl_to", "reference") == "old" and getattr(self, "kl_coef", 0.0) > 0
         if is_to_old and self.data.plan.num_steps == 1:
             rank_zero_warn(

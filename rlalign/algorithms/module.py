@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from rlalign.algorithms.schedules import WarmupSchedule
 from rlalign.assets import told_if_missing
 from rlalign.functional.draws import fold_in
+from rlalign.memory import keep_freed_memory
 from rlalign.models.policy import locate_model
 from rlalign.rollouts.ranks import data_module, data_parallel
 
@@ -89,6 +90,8 @@ class TrainedModule(LightningModule, ABC):
                 "move, and "
                 "rounds log-probabilities: use bf16-mixed; to save memory, LoRA on policy.dtype=bfloat16."
             )
+        if self.device.type == "cpu":
+            keep_freed_memory()
         if not self._is_built:
             self.build()
             self._is_built = True

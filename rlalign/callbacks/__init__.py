@@ -11,6 +11,7 @@ from rlalign.callbacks.guard import Guard
 from rlalign.callbacks.held_out import HeldOutProblems
 from rlalign.callbacks.kl_band import KLBand
 from rlalign.callbacks.kl_floor import KLFloor
+from rlalign.callbacks.performance import Performance
 from rlalign.callbacks.plots import CurvePlot
 from rlalign.callbacks.progress import IterationProgress
 from rlalign.callbacks.reference_sync import ReferenceSync
@@ -35,6 +36,7 @@ __all__ = [
     "IterationProgress",
     "KLBand",
     "KLFloor",
+    "Performance",
     "ReferenceSync",
     "RewardMonitor",
     "RunSummary",

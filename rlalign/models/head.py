@@ -55,10 +55,11 @@ class _LinearScores(torch.autograd.Function):
         keeps = len(hidden) <= chunk_tokens
         states, (matrix, offset) = hidden.to(dtype), _as(dtype, weight, bias)
         parts = []
+        scratch = _Scratch(2)
         for chunk, wanted in zip(states.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
             logits = linear(chunk, matrix, offset)
             blocks = zip(logits.split(_rows(logits)), wanted.split(_rows(logits)), strict=True)
-            parts += [_scores(block, of_block, scale) for block, of_block in blocks]
+            parts += [_scores(block, of_block, scale, scratch) for block, of_block in blocks]
         logprobs, entropy, normalizer = (torch.cat(each) for each in zip(*parts, strict=True))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(states, weight, bias, targets, normalizer, entropy, logits if keeps else None)
@@ -72,7 +73,8 @@ class _LinearScores(torch.autograd.Function):
         scale, size, dtype, hidden_dtype = ctx.options
         matrix, offset = _as(dtype, weight, bias)
         of_hidden = torch.empty_like(states)
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        of_weight: Tensor | None = None
+        scratch = _Scratch(2)
         of_bias = None if bias is None or not ctx.needs_input_grad[2] else torch.zeros_like(bias)
         for start in range(0, len(states), size):
             rows = slice(start, start + size)
@@ -83,11 +85,11 @@ class _LinearScores(torch.autograd.Function):
                 inner, outer = slice(first, first + step), slice(start + first, min(start + first + step, rows.stop))
                 one, other = (None if each is None else each[outer] for each in (of_logprobs, of_entropy))
                 known = (targets[outer], normalizer[outer], entropy[outer])
-                gradient[inner] = _gradient(logits[inner], *known, one, other, scale)
+                gradient[inner] = _gradient(logits[inner], *known, one, other, scale, scratch)
             of_hidden[rows] = gradient @ matrix
-            if of_weight is not None:
-                product = gradient.T @ states[rows]
-                of_weight = product.to(weight.dtype) if size >= len(states) else of_weight.add_(product)
+            if ctx.needs_input_grad[1]:
+                product = (gradient.T @ states[rows]).to(weight.dtype)
+                of_weight = product if of_weight is None else of_weight.add_(product)
             if of_bias is not None:
                 of_bias += gradient.sum(0, dtype=bias.dtype)
         return of_hidden.to(hidden_dtype), of_weight, of_bias, None, None, None, None
@@ -102,19 +104,40 @@ def _rows(logits: Tensor) -> int:
     return max(1, _BLOCK // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
 
 
-def _scaled(logits: Tensor, scale: float) -> Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide if scale == 1 else wide * scale
+class _Scratch:
+    """Blocks of float32 or wider that are written again and again: new memory costs more than the arithmetic.
+
+    Args:
+        count: How many there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.blocks: list[Tensor | None] = [None] * count
+
+    def __call__(self, number: int, like: Tensor) -> Tensor:
+        """A block of the shape of some logits."""
+        block = self.blocks[number]
+        if block is None or len(block) < len(like):
+            block = like.new_empty(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
+            self.blocks[number] = block
+        return block[: len(like)]
 
 
-def _scores(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _scaled(logits: Tensor, scale: float, out: Tensor) -> Tensor:
+    out.copy_(logits)
+    return out if scale == 1 else out.mul_(scale)
+
+
+def _scores(logits: Tensor, targets: Tensor, scale: float, scratch: _Scratch) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities, entropies and normalisers, each ``[n]``."""
-    logits = _scaled(logits, scale)
-    normalizer = logits.logsumexp(-1)
+    logits = _scaled(logits, scale, scratch(0, logits))
+    largest = logits.amax(-1, keepdim=True)
+    weights = torch.sub(logits, largest, out=scratch(1, logits)).exp_()
+    total = weights.sum(-1)
+    normalizer = total.log() + largest.squeeze(-1)
     logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
     # H = log Z - sum_v p_v l_v
-    weighted = (logits - normalizer.unsqueeze(-1)).exp_().mul_(logits)
-    return logprobs, normalizer - weighted.sum(-1), normalizer
+    return logprobs, normalizer - weights.mul_(logits).sum(-1) / total, normalizer
 
 
 def _gradient(
@@ -125,18 +148,15 @@ def _gradient(
     of_logprobs: Tensor | None,
     of_entropy: Tensor | None,
     scale: float,
+    scratch: _Scratch,
 ) -> Tensor:
     """Of the unscaled logits, ``[n, V]``."""
-    log_probs = _scaled(logits, scale) - normalizer.unsqueeze(-1)
+    log_probs = _scaled(logits, scale, scratch(0, logits)).sub_(normalizer.unsqueeze(-1))
     if of_entropy is None:
-        gradient = log_probs.exp_()
-        if of_logprobs is not None:
-            gradient.mul_(-scale * of_logprobs.unsqueeze(-1))
-        else:
-            gradient.zero_()
+        assert of_logprobs is not None  # autograd does not ask for the gradient of nothing
+        gradient = log_probs.exp_().mul_(-scale * of_logprobs.unsqueeze(-1))
     else:
-        share = log_probs + entropy.unsqueeze(-1)
-        share.mul_(of_entropy.unsqueeze(-1))
+        share = torch.add(log_probs, entropy.unsqueeze(-1), out=scratch(1, logits)).mul_(of_entropy.unsqueeze(-1))
         if of_logprobs is not None:
             share += of_logprobs.unsqueeze(-1)
         gradient = log_probs.exp_().mul_(share).mul_(-scale)

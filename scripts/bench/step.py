@@ -5,7 +5,7 @@ usage: step.py --model DIR [--case a|b|c|d] [--dtype bf16|fp32] [--rounds 2] [--
 
 Each runs in a process of its own, A B A B; the first step of each process does not count. Prints the median seconds of
 each and its peak memory, and closes with ``ratio R memory_ratio M``: TRL's time over ours, our memory over TRL's.
-Needs the extra ``bench``; a model without a hub: ``python scripts/smollm2.py DIR``.
+Needs the extra ``dev``; a model without a hub: ``python scripts/smollm2.py DIR``.
 """
 
 import argparse

@@ -84,5 +84,8 @@ class Sampler(Protocol):
     def sample(self, requests: Sequence[SampleRequest], params: SamplingParams) -> list[Completion]:
         """One completion for each request, in order; requests of one prompt are adjacent."""
 
+    def is_approximate(self, dtype: Any) -> bool:
+        """Whether it draws from what differs from a policy that computes in this type by more than rounding."""
+
     def release(self) -> None:
         """Give back what training has more use for; called when an iteration or validation has sampled."""

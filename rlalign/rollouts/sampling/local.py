@@ -87,9 +87,9 @@ class LocalSampler:
         self._decoder = None
         self.end_ids = sorted(end_token_ids(self.tokenizer, policy.model.config, policy.model.generation_config))
 
-    def is_approximate(self, policy: Policy) -> bool:
-        """Whether it draws from what differs from the policy by more than rounding."""
-        return self.dtype != "auto" and DTYPES[self.dtype] != policy.model.dtype
+    def is_approximate(self, dtype: torch.dtype) -> bool:
+        """Whether it draws from what differs from a policy that computes in this type by more than rounding."""
+        return self.dtype != "auto" and DTYPES[self.dtype] != dtype
 
     def release(self) -> None:
         """Let go of the copied weights."""
@@ -250,16 +250,14 @@ class _Drawing:
 
 def _draw(logits: Tensor, uniforms: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Token and log-probability under the full distribution, each ``[R]``."""
-    if params.temperature > 0:
+    if params.temperature not in (0, 1):
         logits = logits / params.temperature
-    log_normalizer = logits.logsumexp(-1, keepdim=True)
-    if params.temperature > 0:
-        token = draw_token(keep_likely((logits - log_normalizer).exp(), params), uniforms)
-    else:
-        token = logits.argmax(-1)
-    if not log_normalizer.isfinite().all():
+    probs = logits.softmax(-1)
+    token = draw_token(keep_likely(probs, params), uniforms) if params.temperature > 0 else logits.argmax(-1)
+    logprob = probs.gather(-1, token.clamp(min=0).unsqueeze(-1)).squeeze(-1).log()
+    if not logprob.isfinite().all():
         raise FloatingPointError(
             "The policy's logits are not finite: its weights have diverged (lower the learning rate, clip the "
             "gradient), or it overflows in this precision."
         )
-    return token, (logits.gather(-1, token.unsqueeze(-1)) - log_normalizer).squeeze(-1)
+    return token, logprob

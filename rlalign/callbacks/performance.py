@@ -1,0 +1,132 @@
+"""How fast a run is, and where its time goes."""
+
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from rlalign.callbacks.coefficients import fresh_metrics
+from rlalign.rollouts.ranks import data_module
+
+_SIZE, _REPEATS = 1024, 4  # of the matrix product that measures the peak
+
+
+class Performance(Callback):
+    """Logs the speed of every iteration: of its parts, of the arithmetic, and what padding wastes.
+
+    Model FLOPs count the products with weights that the work needs once, however it is done: ``2 N`` a token forward and
+    as much again for each of the gradients of states and weights, ``N`` being the weights that are multiplied by
+    (attention and what is recomputed are left out). They are those of learning alone: sampling on a CPU or with few rows
+    is bound by memory, and is told by its tokens a second. Logs, for this rank:
+
+    - ``perf/iteration_seconds``, and the shares of it ``perf/sample_share``, ``perf/score_share`` (old and reference
+      log-probabilities, values) and ``perf/update_share``; validation is not part of it;
+    - ``perf/trained_tokens_per_second``: tokens of prompts and responses over the seconds of the update;
+    - ``perf/padding_share``: positions of the minibatches that are padding;
+    - ``perf/tflops``: model FLOPs of the update over its seconds, and ``perf/mfu``, that over what a product of two
+      matrices reached on this device when the run began;
+    - ``perf/peak_memory_mib``: most memory of this process (CPU), or of the tensors on this rank's GPU.
+    """
+
+    def __init__(self) -> None:
+        self.peak: float | None = None
+        """FLOPs a second of a product of two large matrices."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure what the device can do, in the type that the run computes in."""
+        short = {"bf16": torch.bfloat16, "16": torch.float16}
+        dtype = short.get(str(trainer.precision).split("-")[0], torch.float32)
+        self.peak = measured_peak(pl_module.device, dtype)
+        self._weights = multiplied_weights(pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        _finish(pl_module.device)
+        self._began = self._ready = time.perf_counter()
+        self._tokens = self._positions = 0
+        self._waits = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """With the first minibatch, everything has been sampled and scored."""
+        if self._waits:
+            _finish(pl_module.device)
+            self._ready, self._waits = time.perf_counter(), False
+        mask = getattr(batch, "attention_mask", None)
+        if isinstance(mask, Tensor):
+            self._tokens += int(mask.sum())
+            self._positions += mask.numel()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log it."""
+        _finish(pl_module.device)
+        whole = max(time.perf_counter() - self._began, 1e-9)
+        before = self._ready - self._began
+        sampling = fresh_metrics(trainer).get("perf/sample_seconds", 0.0)
+        update = max(whole - before, 1e-9)
+        values = {
+            "iteration_seconds": whole,
+            "sample_share": sampling / whole,
+            "score_share": max(before - sampling, 0.0) / whole,
+            "update_share": update / whole,
+            "peak_memory_mib": peak_memory(pl_module.device),
+        }
+        if self._positions:
+            forward, backward = self._weights
+            achieved = 2 * (forward + backward) * self._tokens / update
+            values |= {
+                "trained_tokens_per_second": self._tokens / update,
+                "padding_share": 1 - self._tokens / self._positions,
+                "tflops": achieved / 1e12,
+                "mfu": achieved / self.peak if self.peak else 0.0,
+            }
+        how: Any = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": 1}
+        pl_module.log_dict({f"perf/{name}": float(value) for name, value in values.items()}, **how)
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs a second of a product of two square matrices, the best of a few."""
+    left, right = (torch.randn(_SIZE, _SIZE, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(_REPEATS):
+        _finish(device)
+        began = time.perf_counter()
+        left @ right
+        _finish(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * _SIZE**3 / best
+
+
+def multiplied_weights(module: nn.Module) -> tuple[int, int]:
+    """Weights that a token is multiplied by forward, and as many products again backward.
+
+    Backward, states get a gradient through every weight, and those that are trained one of their own.
+    """
+    forward = backward = 0
+    seen: set[int] = set()
+    for name, part in module.named_modules():
+        weight = getattr(part, "weight", None)
+        if "reference" in name or not isinstance(weight, Tensor) or weight.ndim < 2 or isinstance(part, nn.Embedding):
+            continue
+        if id(weight) not in seen:
+            seen.add(id(weight))
+            forward += weight.numel()
+            backward += weight.numel() * (2 if weight.requires_grad else 1)
+    return forward, backward
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most memory so far, in MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    units = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
