@@ -104,12 +104,13 @@ class RolloutModule(PolicyModule, ABC):
         self._kl_probe: RolloutBatch | None = None
 
     def on_fit_start(self) -> None:
-        """Say so where a KL to the old policy does nothing, or a sampler that differs from the policy is taken for it."""
-        computes = torch.bfloat16 if str(self.trainer.precision).startswith("bf16") else None
-        if self.importance_cap is None and self.data.sampler.is_approximate(computes or self.policy.model.dtype):
+        """Say so where a KL to the old policy does nothing, or what is sampled from is not quite the policy."""
+        assert self.policy is not None
+        computes = torch.bfloat16 if str(self.trainer.precision).startswith("bf16") else self.policy.model.dtype
+        if self.importance_cap is None and self.data.sampler.is_approximate(computes):
             rank_zero_warn(
-                f"{type(self.data.sampler).__name__} draws from what differs from the policy, as if it were the policy: "
-                "give importance_cap (2, say) to correct for that."
+                f"{type(self.data.sampler).__name__} draws from what differs from the policy, as if it were the "
+                "policy: give importance_cap (2, say) to correct for that."
             )
         is_to_old = getattr(self, "kl_to", "reference") == "old" and getattr(self, "kl_coef", 0.0) > 0
         if is_to_old and self.data.plan.num_steps == 1:

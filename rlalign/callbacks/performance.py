@@ -10,7 +10,6 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from rlalign.callbacks.coefficients import fresh_metrics
-from rlalign.rollouts.ranks import data_module
 
 _SIZE, _REPEATS = 1024, 4  # of the matrix product that measures the peak
 
@@ -18,10 +17,10 @@ _SIZE, _REPEATS = 1024, 4  # of the matrix product that measures the peak
 class Performance(Callback):
     """Logs the speed of every iteration: of its parts, of the arithmetic, and what padding wastes.
 
-    Model FLOPs count the products with weights that the work needs once, however it is done: ``2 N`` a token forward and
-    as much again for each of the gradients of states and weights, ``N`` being the weights that are multiplied by
-    (attention and what is recomputed are left out). They are those of learning alone: sampling on a CPU or with few rows
-    is bound by memory, and is told by its tokens a second. Logs, for this rank:
+    Model FLOPs count the products with weights that the work needs once, however it is done: ``2 N`` a token forward
+    and as much again for each of the gradients of states and weights, ``N`` being the weights that are multiplied by
+    (attention and what is recomputed are left out). They are those of learning alone: sampling is bound by memory, and
+    is told by its tokens a second. Logs, for this rank:
 
     - ``perf/iteration_seconds``, and the shares of it ``perf/sample_share``, ``perf/score_share`` (old and reference
       log-probabilities, values) and ``perf/update_share``; validation is not part of it;
