@@ -286,7 +286,7 @@ class RolloutModule(PolicyModule, ABC):
         Raises:
             RuntimeError: If more of the responses could not be judged than ``data.max_unavailable_share`` allows.
         """
-        self.log_dict(held_out_figures(self.val_metrics, self.data.max_unavailable_share), sync_dist=True)
+        self.log_dict(held_out_figures(self.val_metrics, self.data), sync_dist=True)
 
     on_test_start = on_validation_start
     test_step = validation_step

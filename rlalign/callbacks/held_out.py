@@ -90,6 +90,6 @@ class HeldOutProblems(Callback):
         metrics = held_out_metrics(self.data, pl_module.device)
         for indices in self.data.val_dataloader():
             sample_and_count(metrics, self.data, indices)
-        pl_module.log_dict(held_out_figures(metrics, self.data.max_unavailable_share), sync_dist=True)
+        pl_module.log_dict(held_out_figures(metrics, self.data), sync_dist=True)
 
     on_test_epoch_end = on_validation_epoch_end

@@ -39,18 +39,21 @@ def sample_and_count(
         metrics.update(rollouts[start : start + data.val_samples])
 
 
-def held_out_figures(metrics: ValidationMetrics, max_unavailable_share: float) -> dict[str, Tensor]:
+def held_out_figures(metrics: ValidationMetrics, data: RolloutDataModule) -> dict[str, Tensor]:
     """Exact figures over all ranks, by names under ``val/``; those of a second verifier only where it scored anything.
+
+    With them the sampling of held-out prompts is over: the sampler lets go of the weights.
 
     Raises:
         RuntimeError: If more of the responses could not be judged than allowed.
     """
+    data.sampler.release()
     figures = metrics.compute()
     share = float(figures["unavailable_share"])
     lost = f"{share:.1%} of the held-out responses could not be judged because what judges was unavailable"
-    if share > max_unavailable_share:
+    if share > data.max_unavailable_share:
         raise RuntimeError(
-            f"{lost}, more than data.max_unavailable_share={max_unavailable_share:g} allows: they would count as "
+            f"{lost}, more than data.max_unavailable_share={data.max_unavailable_share:g} allows: they would count as "
             "wrong. The log says what was unavailable: see to it, and go on from the last checkpoint."
         )
     if share:

@@ -415,8 +415,9 @@ class RolloutDataModule(SeededDataModule):
         shares = [chunk[rank::num_ranks].tolist() for chunk in chunks]
 
         def serve() -> Iterator[list[int]]:
-            with self.sampling_from_policy():
-                yield from shares
+            # Who takes the last share does not come back here: held_out_figures releases the sampler.
+            self.sampler.sync(self.learner.policy)
+            yield from shares
 
         return LazyLoader(serve, len(shares))
 
