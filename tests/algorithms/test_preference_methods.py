@@ -51,7 +51,8 @@ class Method:
 
     def module(self, model: str, **more: Any) -> Any:
         """The module."""
-        base = {"model": model} if self.cls is RewardModel else {"policy": PolicyConfig(model)}
+        policy = PolicyConfig(model, share_prompts=False)  # models normalise in float32, whatever runs in float64
+        base = {"model": model} if self.cls is RewardModel else {"policy": policy}
         return self.cls(**(base | {"optimizer": sgd} | self.options | more))
 
 
