@@ -28,6 +28,7 @@ from rlalign.callbacks import (
     EntropySchedule,
     GradNormBand,
     KLBand,
+    Performance,
     RewardMonitor,
     SampleTable,
     StagedTraining,
@@ -87,7 +88,7 @@ def logged(tiny_model: str, tmp_path: Path) -> set[str]:
             "callbacks": list(callbacks),
         }
 
-    guards = [KLBand(), GradNormBand(), RewardMonitor(), SampleTable()]
+    guards = [KLBand(), GradNormBand(), RewardMonitor(), SampleTable(), Performance()]
     settings = {"num_held_out": 4, "val_samples": 2, "step_size": 8}
     composed = {"rewards": {"length": CountingReward(), "open": lambda example, response: 1.0}}
     composed |= {"reward_gates": {"length": "open"}, "reward_ranges": {"length": (0, 1)}}
