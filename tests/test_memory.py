@@ -33,4 +33,4 @@ def faults(keeps: bool) -> int:
 def test_memory_that_was_freed_is_there_the_second_time():
     if not keep_freed_memory():
         return  # another C library
-    assert faults(keeps=True) < 0.1 * faults(keeps=False)
+    assert faults(keeps=True) < 0.5 * faults(keeps=False)
