@@ -12,8 +12,8 @@ _MOST = 2**31 - 1
 def keep_freed_memory() -> bool:
     """Have the C library keep what was freed, instead of giving it back and asking for it again at every step.
 
-    On a CPU, tensors live in this memory: every block that is new again costs a page fault for each 4 KiB of it, which
-    together took a fifth of the time of a step of a 135M model. What is kept is used again; the peak stays the same.
+    On a CPU, tensors live in this memory: every block that is new again costs a page fault for each 4 KiB of it. What
+    is kept is used again; the peak stays the same.
 
     Returns:
         Whether that was done: it is for the C library of GNU, on Linux.

@@ -41,8 +41,9 @@ class Farewell(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Of a run that ended in order, or that a callback has stopped."""
         done, wanted = trainer.current_epoch, trainer.max_epochs
-        reason = next((r for c in trainer.callbacks if (r := getattr(c, "ended", None))), None)  # type: ignore[attr-defined]
-        self._say(trainer, "all" if done == wanted else f"{done} of {wanted}", reason)
+        undeclared: Any = trainer
+        reasons = [getattr(callback, "ended", None) for callback in undeclared.callbacks]
+        self._say(trainer, "all" if done == wanted else f"{done} of {wanted}", next(filter(None, reasons), None))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Of a run that was interrupted."""

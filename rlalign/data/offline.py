@@ -108,7 +108,7 @@ class OfflineDataModule(SeededDataModule, ABC):
         rendering: See :class:`~rlalign.rollouts.datamodule.RolloutDataModule`.
         max_tokens: Longer rows, prompt included, are dropped and counted; the model's positions by default.
         step_size: Rows an optimizer step, over all ranks; the steps of a pass over the data share its rows evenly.
-        minibatch_size: Rows a forward pass and rank; by default what ``accumulate_grad_batches`` leaves.
+        minibatch_size: Rows a forward pass and rank, on average; by default what ``accumulate_grad_batches`` leaves.
         steps_per_epoch: Optimizer steps from one validation or checkpoint to the next; a pass over the data by default.
         seed: Of the order; ``seed_everything`` by default.
     """

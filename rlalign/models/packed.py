@@ -116,15 +116,7 @@ class PackedDecoder:
         return len(self.positions)
 
     def admit(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """Compute prompts, and add rows behind those that there are.
-
-        Args:
-            prompts: Token ids, ``n`` prompts.
-            counts: Rows of each.
-
-        Returns:
-            Logits of the token after the prompt, one for each new row, ``[sum(counts), V]``.
-        """
+        """Compute prompts, each once, for rows behind those that there are: see :class:`Decoder`."""
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         width = max(map(len, prompts))
         ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=self.device)
@@ -198,7 +190,7 @@ class PackedDecoder:
         for caches in (self._keys, self._values):
             for number in range(len(self.layers)):
                 new = torch.zeros(rows, self.num_keys, size, self.head_dim, dtype=self.dtype, device=self.device)
-                if caches is not None and shape[0]:
+                if shape[0]:
                     new[: len(self), :, : self.longest] = caches[number][: len(self), :, : self.longest]
                     caches[number] = new
                 else:

@@ -63,7 +63,8 @@ class RolloutDataModule(SeededDataModule):
         group_size: Responses a prompt.
         step_size: Sequences an optimizer step, over all ranks; all of an iteration by default. Where an algorithm
             learns from fewer than were sampled (pairs), the iteration's steps share them evenly.
-        minibatch_size: Sequences a forward pass and rank; by default what ``accumulate_grad_batches`` leaves.
+        minibatch_size: Sequences a forward pass and rank, on average: minibatches are cut by what they cost to compute.
+            By default what ``accumulate_grad_batches`` leaves.
         num_passes: Passes over an iteration's rollouts.
         val_samples: Responses a held-out prompt.
         val_batch_size: Held-out prompts sampled at a time, on each rank.

@@ -17,7 +17,7 @@ class StepPlan:
     Args:
         num_items: Items (sequences) of an iteration, over all ranks.
         step_size: Items of an optimizer step, over all minibatches and ranks.
-        minibatch_size: Items of a forward pass on one rank.
+        minibatch_size: Items of a forward pass on one rank, on average.
         num_passes: Passes over the items.
         num_ranks: Data-parallel ranks.
         accumulate_grad_batches: Minibatches a step and rank, as the trainer was told.

@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 def data_module(trainer: Trainer) -> Any:
     """The data module of a trainer, which Lightning sets without declaring it."""
-    return trainer.datamodule  # type: ignore[attr-defined]
+    undeclared: Any = trainer
+    return undeclared.datamodule
 
 
 def data_parallel(trainer: Trainer) -> tuple[int, int]:

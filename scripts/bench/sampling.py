@@ -1,20 +1,16 @@
 #!/usr/bin/env python3
-"""Sampling by the local sampler against ``generate`` of transformers, and vLLM: the same model, prompts and lengths.
+"""Sampling by the local sampler against ``generate`` of transformers: the same model, prompts and lengths.
 
-usage: sampling.py [--model FOLDER] [--case a|b|c] [--dtype bf16|fp32] [--rounds 3] [--vllm PYTHON]
+usage: sampling.py [--model FOLDER] [--case a|b|c] [--dtype bf16|fp32] [--rounds 3]
 
 Both draw at temperature 1, in turn, A B A B; a response ends when its time has come. Prints the median seconds and
-tokens a second of each, and closes with ``ratio R``: generate's time over ours. With ``--vllm``, the interpreter of an
-environment that has vLLM (see docs/benchmarks.md), its time comes between, and ``vllm_ratio V`` on the last line.
+tokens a second of each, and closes with ``ratio R``: generate's time over ours.
 """
 
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import torch
 from forced import ToLength
@@ -26,8 +22,6 @@ from rlalign.models.policy import Policy, PolicyConfig
 from rlalign.rollouts.sampling.base import SampleRequest, SamplingParams
 from rlalign.rollouts.template import render_prompt
 
-HERE = Path(__file__).resolve().parent
-
 
 def main() -> None:
     """Time them in turn."""
@@ -37,7 +31,6 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--vllm", help="Interpreter of an environment with vLLM.")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     case, path = CASES[options.case], resolve(options.model)
@@ -68,14 +61,6 @@ def main() -> None:
                 **padded, **given, max_new_tokens=case.max_tokens, pad_token_id=tokenizer.pad_token_id
             )
 
-    def vllm() -> float:
-        command = [str(options.vllm), str(HERE / "peer_vllm.py"), path, options.case, options.dtype]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"vLLM failed:\n{done.stderr[-3000:]}")
-        (line,) = (line for line in done.stdout.splitlines() if line.startswith("seconds"))
-        return float(line.split()[1])
-
     times: dict[str, list[float]] = {"generate": [], "rlalign": []}
     for number in range(options.rounds + 1):
         for name, run in (("generate", generate), ("rlalign", ours)):
@@ -83,15 +68,12 @@ def main() -> None:
             run()
             if number:  # the first round does not count
                 times[name].append(time.perf_counter() - began)
-        if options.vllm and number:
-            times.setdefault("vLLM", []).append(vllm())
     print(f"case {options.case}: {case.text}; {options.dtype}; {options.threads} threads; {tokens} tokens")
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     for name, seconds in medians.items():
         print(f"{name}: {seconds:.2f} s, {tokens / seconds:.0f} tokens/s")
-    more = f" vllm_ratio {medians['vLLM'] / medians['rlalign']:.2f}" if options.vllm else ""
-    print(f"ratio {medians['generate'] / medians['rlalign']:.2f}{more}")
+    print(f"ratio {medians['generate'] / medians['rlalign']:.2f}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

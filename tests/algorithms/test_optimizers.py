@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from rlalign.algorithms.grpo import GRPO
 from rlalign.algorithms.optimizers import AdamThenSGD
-from runs import fit
+from runs import fit, make_run, weights
 
 
 def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
@@ -81,3 +82,28 @@ def test_a_run_counts_optimizer_steps(tiny_model, prompts_file):
 def test_bad_numbers_are_refused(bad):
     with pytest.raises(ValueError, match="AdamThenSGD"):
         AdamThenSGD(parameters(), **bad)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_gradient_of_a_fused_optimizer_is_clipped(tiny_model, prompts_file, precision):
+    """Lightning refuses that under any mixed precision; only that with a scaler cannot do it."""
+
+    def trained(clip: float) -> torch.Tensor:
+        def fused(parameters):
+            return torch.optim.SGD(parameters, lr=1.0, fused=True)
+
+        options = {"precision": precision, "gradient_clip_val": clip}
+        module, data, trainer = make_run(tiny_model, prompts_file, GRPO, options, optimizer=fused)
+        trainer.fit(module, data)
+        return weights(module)
+
+    start = trained(1e-30)
+    assert (trained(1e-3) - start).norm() == pytest.approx(1e-3, rel=0.02)
+    assert (trained(1e3) - start).norm() > 1e-2
+
+
+def test_freed_memory_is_kept_where_a_cpu_trains(tiny_model, prompts_file, monkeypatch):
+    called = []
+    monkeypatch.setattr("rlalign.algorithms.module.keep_freed_memory", lambda: called.append(1))
+    fit(tiny_model, prompts_file)
+    assert called

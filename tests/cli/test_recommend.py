@@ -152,3 +152,15 @@ def test_flags_have_the_same_answers_wherever_they_are_asked():
         assert set(question.answers) == set(flags()[question.flag])
     with pytest.raises(Unanswered):
         decide(lambda question: None)
+
+
+@pytest.mark.parametrize("options", ["--data pairs --compute little", "--data checks --aim fast", "--data labels"])
+def test_the_line_for_a_model_and_data_of_one_s_own_is_understood(options, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    main(["recommend", *options.split()])
+    shown = capsys.readouterr().out.replace("\\\n", " ")
+    (line,) = (line for line in shown.splitlines() if "MODEL" in line)
+    made = StageParser([word for word in line.split()[1:] if not word.startswith(("--run", "mine"))]).settings
+    assert made["model"]["init_args"]["policy"]["model"] == "MODEL"
+    assert (made["data"]["init_args"]["train"], made["data"]["init_args"]["num_held_out"]) == ("FILE", 200)
+    assert made["data"]["init_args"]["val"] is None
