@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout as drop_out
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -34,7 +34,7 @@ def grouped_attention(
         query: ``[B, H, Q, D]``.
         key: ``[B, N, S, D]``, of fewer heads.
         value: ``[B, N, S, D]``.
-        attention_mask: Where a query looks, true or 0, ``[B, 1, Q, S]``; causal without one.
+        attention_mask: Where a query looks, ``[B, 1, Q, S]``; causal without one.
         dropout: Of the probabilities.
         scaling: Of the scores; one over the root of ``D`` by default.
         is_causal: Whether attention without a mask is causal; what the layer says by default.
@@ -46,29 +46,51 @@ def grouped_attention(
     (rows, heads, length, size), (_, groups, width, _) = query.shape, key.shape
     share = heads // groups
     is_long = share * length * width > _MOST_SCORES
-    if query.device.type != "cpu" or is_long or kwargs.get("position_bias") is not None:
+    is_other = dropout or kwargs.get("position_bias") is not None
+    is_other = is_other or (attention_mask is not None and attention_mask.dtype != torch.bool)
+    if query.device.type != "cpu" or is_long or is_other:
         given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given, **kwargs)
-    scaling = size**-0.5 if scaling is None else scaling
-    blocks = (query * scaling).reshape(rows, groups, share * length, size)
-    scores = torch.matmul(blocks, key.transpose(-1, -2)).view(rows, groups, share, length, width)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is not None:
-        scores = _masked(scores, attention_mask[:, :, None, :, :width])
-    elif causal and length > 1:
-        seen = torch.ones(length, width, dtype=torch.bool, device=query.device).tril(width - length)
-        scores = _masked(scores, seen)
-    probs = scores.softmax(-1).to(value.dtype).view(rows, groups, share * length, width)
-    if dropout:
-        probs = drop_out(probs, dropout)
-    found = torch.matmul(probs, value).view(rows, heads, length, value.shape[-1])
-    return found.transpose(1, 2).contiguous(), None
+    seen = None if attention_mask is None else attention_mask[..., :width]
+    if seen is None and causal and length > 1:
+        seen = torch.ones(1, 1, length, width, dtype=torch.bool, device=query.device).tril(width - length)
+    blocks = query.reshape(rows, groups, share * length, size)
+    if torch.is_autocast_enabled("cpu"):
+        short = torch.get_autocast_dtype("cpu")
+        blocks, key, value = blocks.to(short), key.to(short), value.to(short)
+    found = _Attention.apply(blocks, key, value, seen, size**-0.5 if scaling is None else scaling)
+    return found.view(rows, heads, length, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-def _masked(scores: Tensor, mask: Tensor) -> Tensor:
-    # Of a row that is all padding nothing is right; finite numbers keep its gradient finite.
-    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+class _Attention(torch.autograd.Function):
+    """Keeps the probabilities, in the type of the values, and nothing else of their size."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
+        """Of queries ``[B, N, share * Q, D]``, keys and values ``[B, N, S, D]``."""
+        scores = torch.matmul(query, key.transpose(-1, -2))
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scaling)
+        if seen is not None:
+            # Of a row that is all padding nothing is right; finite numbers keep its gradient finite.
+            hidden = ~seen.unsqueeze(2)
+            scores.unflatten(2, (-1, seen.shape[2])).masked_fill_(hidden, torch.finfo(scores.dtype).min)
+        probs = scores.softmax(-1).to(value.dtype)
+        ctx.save_for_backward(query, key, value, probs)
+        ctx.scaling = scaling
+        return torch.matmul(probs, value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, probs = ctx.saved_tensors
+        of_value = torch.matmul(probs.transpose(-1, -2), gradient)
+        of_probs = torch.matmul(gradient, value.transpose(-1, -2))
+        of_probs = of_probs.to(torch.promote_types(of_probs.dtype, torch.float32))
+        wide = probs.to(of_probs.dtype)
+        mean = torch.mul(of_probs, wide).sum(-1, keepdim=True)
+        of_scores = of_probs.sub_(mean).mul_(wide.mul_(ctx.scaling)).to(query.dtype)
+        return torch.matmul(of_scores, key), torch.matmul(of_scores.transpose(-1, -2), query), of_value, None, None
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

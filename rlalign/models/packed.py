@@ -13,15 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from rlalign.models.kind import OtherKind, check_kind, norm_eps
 from rlalign.models.scoring import adjust_logits, at_least_float32
 
 _BLOCK = 64  # positions by which the cache grows, at least
 
 Product = Callable[[Tensor], Tensor]
-
-
-class Unpackable(ValueError):
-    """A model that :class:`PackedDecoder` cannot compute; the message says why."""
 
 
 class Norm(NamedTuple):
@@ -54,7 +51,7 @@ class PackedDecoder:
         dtype: Of the copied weights and the cache.
 
     Raises:
-        Unpackable: If the model is not of this kind.
+        OtherKind: If the model is not of this kind.
 
     Attributes:
         positions: Tokens that are in the cache, of each row, ``[R]``.
@@ -68,7 +65,7 @@ class PackedDecoder:
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         body: Any = model.base_model
         config: Any = model.config.get_text_config()
-        _check_kind(body, config)
+        check_kind(body, config)
         self.dtype, self.config, self.device = dtype, model.config, model.device
         self.wide = torch.promote_types(dtype, torch.float32)
         self.num_heads, self.num_keys = config.num_attention_heads, config.num_key_value_heads
@@ -106,7 +103,7 @@ class PackedDecoder:
         weight = torch.cat([weight for weight, _ in parts]).to(self.dtype)
         biases = [bias for _, bias in parts if bias is not None]
         if biases and len(biases) < len(parts):
-            raise Unpackable("some of its projections have a bias, others of the same input have none")
+            raise OtherKind("some of its projections have a bias, others of the same input have none")
         bias = torch.cat(biases).to(self.dtype) if biases else None
         return packed_linear(weight, bias)
 
@@ -240,47 +237,22 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Product:
     return lambda x: linear(x, weight, bias)
 
 
-def _check_kind(body: Any, config: Any) -> None:
-    """Look at what a model is made of.
-
-    Raises:
-        Unpackable: If that is something else than what :class:`PackedDecoder` computes.
-    """
-    parts = {name for name, _ in body.named_children()}
-    if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= parts:
-        raise Unpackable(f"it is made of {', '.join(sorted(parts))}")
-    for layer in body.layers:
-        known = {"self_attn": _ATTENTION, "mlp": _MLP, "input_layernorm": set(), "post_attention_layernorm": set()}
-        found = {name: {inner for inner, _ in child.named_children()} for name, child in layer.named_children()}
-        if found.keys() != known.keys() or any(found[name] - inner for name, inner in known.items()):
-            raise Unpackable(f"a layer is made of {found}")
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        raise Unpackable("not all of its attention is full")
-    if getattr(config, "sliding_window", None):
-        raise Unpackable("its attention has a window")
-
-
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _ROWS = 32  # that the layout of a weight is made for; it holds for any number
 
 
 def _norm(module: Any) -> Norm:
-    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-    if "RMSNorm" not in type(module).__name__ or eps is None:
-        raise Unpackable(f"it normalises by {type(module).__name__}")
-    return Norm(at_least_float32(module.weight.detach()), float(eps))
+    return Norm(at_least_float32(module.weight.detach()), norm_eps(module))
 
 
 def _weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None]:
     """What a linear module multiplies by and adds, LoRA's share included.
 
     Raises:
-        Unpackable: If it is of another kind.
+        OtherKind: If it is of another kind.
     """
     base = getattr(module, "base_layer", module)
     if not isinstance(base, nn.Linear) or not base.weight.is_floating_point():
-        raise Unpackable(f"it has a {type(base).__name__}")
+        raise OtherKind(f"it has a {type(base).__name__}")
     weight = base.weight.detach()
     if base is not module and not module.disable_adapters and not module.merged:
         for name in module.active_adapters:
@@ -299,7 +271,7 @@ def pack(model: PreTrainedModel, dtype: torch.dtype, check: bool = True) -> Pack
         check: Compute a few tokens by both.
 
     Raises:
-        Unpackable: If the model is of another kind, or says something else.
+        OtherKind: If the model is of another kind, or says something else.
     """
     if check:
         _compare(model)
@@ -317,4 +289,4 @@ def _compare(model: PreTrainedModel) -> None:
         logits = at_least_float32(model(input_ids=ids, use_cache=False).logits)
     apart = (got - logits[[0, 1], [4, 6]].log_softmax(-1)).abs()
     if not (apart.max() < 1e-3 if model.dtype.itemsize >= 4 else apart.mean() < 0.1):
-        raise Unpackable(f"its log-probabilities are {float(apart.max()):.2g} from those of the model")
+        raise OtherKind(f"its log-probabilities are {float(apart.max()):.2g} from those of the model")

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlalign.assets import resolve, told_if_missing
 from rlalign.models.attention import GROUPED
+from rlalign.models.fused import fuse
 from rlalign.models.reference import add_reference_adapter
 from rlalign.models.scoring import TokenScores, final_states, scalar_of_states, scores_of_states, token_scores
 
@@ -49,6 +50,9 @@ class PolicyConfig:
     attn_implementation: str | None = None
     """Attention kernel of transformers (``sdpa``, ``eager``, ``flash_attention_2``); by default its own choice, but
     :func:`~rlalign.models.attention.grouped_attention` in place of ``sdpa`` on a CPU."""
+    fused_layers: bool = True
+    """Let norms, rotary positions and gates of layers like Llama's have gradients of their own, which keep half as much
+    (:mod:`rlalign.models.fused`); other models compute as transformers does."""
     tf32: bool = False
     """Let float32 matrix products use TensorFloat-32 on GPUs that have it."""
     chunk_tokens: int = 1024
@@ -121,6 +125,8 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
         )
     if config.attn_implementation is None and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED)
+    if config.fused_layers:
+        fuse(model)
     return model.eval()
 
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging
 
+from rlalign.models.fused import fuse
 from rlalign.models.policy import locate_model
 from rlalign.models.scoring import position_ids, scalar_of_states
 
@@ -99,6 +100,7 @@ def load_classifier(model: str, trust_remote_code: bool = False) -> PreTrainedMo
             f"{type(lm).__name__} of {model} has no head named 'score', which a decoder that classifies has in "
             "transformers: values of single tokens cannot be read from it."
         )
+    fuse(lm)
     return cast(PreTrainedModel, lm.eval())
 
 

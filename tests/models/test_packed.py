@@ -3,7 +3,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlalign.models.decoding import ModuleDecoder
-from rlalign.models.packed import PackedDecoder, Unpackable, pack
+from rlalign.models.kind import OtherKind
+from rlalign.models.packed import PackedDecoder, pack
 from rlalign.models.policy import Policy, PolicyConfig
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [4]]
@@ -74,21 +75,21 @@ def test_adapters_are_in_the_copy_and_the_model_is_left_alone(tiny_model):
 
 @pytest.mark.parametrize(("architecture", "reason"), [("gpt2", "made of"), ("gemma2", "made of")])
 def test_what_it_does_not_know_is_refused(make_model, architecture, reason):
-    with pytest.raises(Unpackable, match=reason):
+    with pytest.raises(OtherKind, match=reason):
         pack(AutoModelForCausalLM.from_pretrained(make_model(architecture)).eval(), torch.float32)
 
 
 def test_a_model_that_says_something_else_is_refused(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.5)
-    with pytest.raises(Unpackable, match="log-probabilities"):
+    with pytest.raises(OtherKind, match="log-probabilities"):
         pack(model, torch.float32)
 
 
 def test_a_window_is_refused(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
     model.config.sliding_window = 4
-    with pytest.raises(Unpackable, match="window"):
+    with pytest.raises(OtherKind, match="window"):
         PackedDecoder(model, torch.float32)
 
 

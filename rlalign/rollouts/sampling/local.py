@@ -13,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlalign.functional.draws import draw_token, hashed_uniform
 from rlalign.models.decoding import Decoder, ModuleDecoder
-from rlalign.models.packed import Unpackable, pack
+from rlalign.models.kind import OtherKind
+from rlalign.models.packed import pack
 from rlalign.models.policy import DTYPES, Policy
 from rlalign.rollouts.sampling.base import Completion, FinishReason, SampleRequest, SamplingParams
 from rlalign.rollouts.template import end_token_ids, special_strings
@@ -120,7 +121,7 @@ class LocalSampler:
         if packed and not self._unpackable:
             try:
                 decoder: Decoder = pack(model, self._dtype(model), check=self._unpackable is None)
-            except Unpackable as reason:
+            except OtherKind as reason:
                 self._unpackable = str(reason)
                 if self.packed or self.dtype != "auto":
                     raise ValueError(
