@@ -217,7 +217,7 @@ def test_advantages_losses_and_gradients_restated_kf4_kf25_kf26(tiny_model, prom
             want += loss / size
             for gradient, slope in zip(gradients, slopes, strict=True):
                 gradient[i, t] = slope / size
-        assert step["loss"] == pytest.approx(want, abs=1e-7)
+        assert step["loss"] == pytest.approx(want, abs=1e-7, rel=1e-9)
         for got, expected in zip(step["gradients"], gradients, strict=True):
             torch.testing.assert_close(got, expected, atol=1e-7, rtol=1e-6)
         num_replayed += 0 if batch.replayed is None else int(batch.replayed.sum())
