@@ -66,6 +66,11 @@ def peak_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
+def page_faults() -> int:
+    """Pages of memory that this process was given so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 class Lengths(LogitsProcessor):
     """No response ends before its time, and each ends then."""
 
