@@ -43,7 +43,7 @@ def closing(monkeypatch, tmp_path):
     patched = (StepPlan, "minibatches"), (scoring, "linear_scores"), (trained, "keep_freed_memory")
     before = {(owner, name): getattr(owner, name) for owner, name in patched}
 
-    def lines_of(command: list[str], threads: int, echo: bool = False) -> list[list[str]]:
+    def lines_of(command: list[str], threads: int, **_: object) -> list[list[str]]:
         try:
             return words(importlib.import_module(command[0].removesuffix(".py")), command[1:])
         finally:

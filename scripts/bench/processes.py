@@ -5,20 +5,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 
 
-def lines_of(command: list[str], threads: int, echo: bool = False) -> list[list[str]]:
+def lines_of(command: list[str], threads: int, echo: Collection[str] = ()) -> list[list[str]]:
     """Words of the lines that a script of this folder prints.
 
     Args:
         command: Its name, and its arguments.
         threads: Of the process.
-        echo: Print the lines as they come.
+        echo: Print the lines that begin with one of these words, as they come.
 
     Raises:
         SystemExit: If it fails.
@@ -35,9 +35,9 @@ def lines_of(command: list[str], threads: int, echo: bool = False) -> list[list[
         )
         assert process.stdout is not None
         for line in process.stdout:
-            if echo:
-                print(line, end="", flush=True)
             found.append(line.split())
+            if found[-1] and found[-1][0] in echo:
+                print(line, end="", flush=True)
         if process.wait():
             errors.seek(0)
             raise SystemExit(f"{' '.join(command)} failed:\n{errors.read()[-3000:]}")

@@ -4,7 +4,7 @@
 usage: time_to.py [--target 0.9] [--seeds 3] [--rates 5e-4 1.67e-4 1.5e-3] [--kl-coef 0.0] [--every 2]
 
 Both train the embedded model in float32 with the quickstart's prompts, reward, sizes, clipping, optimizer and schedule;
-TRL computes all responses of a step at once, without logging, saving or checkpointing of activations. Every so many
+TRL samples all responses of a step at once, without logging, saving or checkpointing of activations. Every so many
 steps the same sampler draws responses of either policy to the same held-out problems, with the same random numbers, and
 the clock stands still for it, as for imports and set-up. A run ends when it is there, or after the quickstart's number
 of steps. Each runs in a process of its own, seed by seed in turn.
@@ -115,7 +115,7 @@ class Ours(Callback):
         trainer.should_stop = self.course.end_step(pl_module.policy)
 
 
-def ours(course: Course, seed: int, rate: float, kl_coef: float, steps: int) -> None:
+def ours(course: Course, seed: int, rate: float, kl_coef: float, steps: int, minibatches: int) -> None:
     """Train by rlalign."""
     data = RolloutDataModule(
         DATA["train"],
@@ -138,6 +138,7 @@ def ours(course: Course, seed: int, rate: float, kl_coef: float, steps: int) -> 
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=steps,
+        accumulate_grad_batches=minibatches,
         gradient_clip_val=CLIP,
         callbacks=[Ours(course)],
         limit_val_batches=0,
@@ -176,7 +177,7 @@ class Theirs(TrainerCallback):
         control.should_training_stop |= self.course.end_step(self.policy)
 
 
-def theirs(course: Course, seed: int, rate: float, kl_coef: float, steps: int) -> None:
+def theirs(course: Course, seed: int, rate: float, kl_coef: float, steps: int, minibatches: int) -> None:
     """Train by TRL."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -186,8 +187,9 @@ def theirs(course: Course, seed: int, rate: float, kl_coef: float, steps: int) -
     chats = [{"prompt": [{"role": "user", "content": r["prompt"]}], "answer": r["answer"]} for r in rows]
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=DATA["prompts_per_iteration"] * DATA["group_size"],
-        steps_per_generation=1,
+        per_device_train_batch_size=DATA["prompts_per_iteration"] * DATA["group_size"] // minibatches,
+        gradient_accumulation_steps=minibatches,
+        steps_per_generation=minibatches,
         num_generations=DATA["group_size"],
         max_completion_length=SAMPLING.max_new_tokens,
         temperature=SAMPLING.temperature,
@@ -229,11 +231,13 @@ def theirs(course: Course, seed: int, rate: float, kl_coef: float, steps: int) -
 SIDES = {"rlalign": ours, "TRL": theirs}
 
 
-def run(side: str, seed: int, rate: float, target: float, every: int, kl_coef: float, steps: int) -> None:
+def run(
+    side: str, seed: int, rate: float, target: float, every: int, kl_coef: float, steps: int, minibatches: int
+) -> None:
     """In a process of its own."""
     warnings.filterwarnings("ignore")
     course = Course(seed, target, every)
-    SIDES[side](course, seed, rate, kl_coef, steps)
+    SIDES[side](course, seed, rate, kl_coef, steps, minibatches)
     print(f"steps {course.step}")
     print(f"seconds {course.seconds:.2f}")
     print(f"reached {course.reached:.2f}", flush=True)
@@ -242,8 +246,10 @@ def run(side: str, seed: int, rate: float, target: float, every: int, kl_coef: f
 def main() -> None:
     """Run all of them in turn."""
     if sys.argv[1:2] == ["run"]:
-        side, seed, rate, target, every, kl_coef, steps = sys.argv[2:]
-        return run(side, int(seed), float(rate), float(target), int(every), float(kl_coef), int(steps))
+        side, seed, rate, target, every, kl_coef, steps, minibatches = sys.argv[2:]
+        return run(
+            side, int(seed), float(rate), float(target), int(every), float(kl_coef), int(steps), int(minibatches)
+        )
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=float, default=0.9)
     parser.add_argument("--seeds", type=int, default=3)
@@ -252,15 +258,17 @@ def main() -> None:
     parser.add_argument("--kl-coef", type=float, default=0.0, help="Of both; the quickstart has 0.04.")
     parser.add_argument("--every", type=int, default=2, help="Steps from one measurement to the next.")
     parser.add_argument("--steps", type=int, default=_BASE["trainer"]["max_epochs"], help="Of a run, at most.")
+    parser.add_argument("--minibatches", type=int, default=1, help="Of a step, for both.")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
-    common = [str(x) for x in (options.target, options.every, options.kl_coef, options.steps)]
+    common = [str(x) for x in (options.target, options.every, options.kl_coef, options.steps, options.minibatches)]
     times: dict[tuple[str, float], list[float]] = {("rlalign", options.rate): []}
     times |= {("TRL", rate): [] for rate in options.rates}
     for seed in range(options.seeds):
         for (side, rate), found in times.items():
             print(f"{side}, rate {rate:.3g}, seed {seed}", flush=True)
-            lines = lines_of(["time_to.py", "run", side, str(seed), str(rate), *common], options.threads, echo=True)
+            command = ["time_to.py", "run", side, str(seed), str(rate), *common]
+            lines = lines_of(command, options.threads, echo=("curve", "steps", "seconds", "reached"))
             found.append(value(lines, "reached"))
     medians = {key: statistics.median(found) for key, found in times.items()}
     for (side, rate), found in times.items():
