@@ -5,12 +5,14 @@ import importlib
 import io
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from rlalign.algorithms import module as trained
+from rlalign.assets import EMBEDDED_MODEL
 from rlalign.models import scoring
 from rlalign.models.decoding import ModuleDecoder
 from rlalign.models.packed import PackedDecoder
@@ -42,6 +44,10 @@ def closing(monkeypatch, tmp_path):
             monkeypatch.setattr(kind, name, getattr(kind, name))
     patched = (StepPlan, "minibatches"), (scoring, "linear_scores"), (trained, "keep_freed_memory")
     before = {(owner, name): getattr(owner, name) for owner, name in patched}
+
+    cases = importlib.import_module("workload").CASES
+    for name, case in list(cases.items()):
+        monkeypatch.setitem(cases, name, replace(case, tokens=case.tokens // 8))
 
     def lines_of(command: list[str], threads: int, **_: object) -> list[list[str]]:
         try:
@@ -85,6 +91,16 @@ def test_update(closing):
     assert found["memory_ratio"] > 0
 
 
+def test_step(closing):
+    found = closing("step", *SHORT, "--model", str(EMBEDDED_MODEL), "--dtype", "fp32")
+    assert found["ratio"] > 0
+    assert found["memory_ratio"] == pytest.approx(1, abs=0.5)  # of one process here
+
+
+def test_sampling(closing):
+    assert closing("sampling", "--rounds", "1", "--threads", "1", "--dtype", "fp32")["ratio"] > 0
+
+
 def test_gains(closing, monkeypatch):
     monkeypatch.setattr(importlib.import_module("machine"), "_BYTES", 1 << 22)
     found = closing("gains", *SHORT, "--max-rows", "16")
@@ -96,8 +112,8 @@ def test_counts_of_the_work(closing):
     gains, workload = importlib.import_module("gains"), importlib.import_module("workload")
     case = workload.CASES["c"]
     work = gains.Work("embedded", case, gains.torch.bfloat16, steps=2, max_rows=32)
-    assert work.decode_rows(retire=False) == [32] * 511
-    assert work.decode_rows(retire=True) == [32] * 63 + [3] * 448  # rows 9, 19 and 29 are long
+    assert work.decode_rows(retire=False) == [32] * 63
+    assert work.decode_rows(retire=True) == [32] * 7 + [3] * 56  # rows 9, 19 and 29 are long
     few = gains.Work("embedded", case, gains.torch.bfloat16, steps=2, max_rows=8)
     assert sum(few.decode_rows(retire=True)) == sum(length - 1 for length in few.lengths)
     whole = work.positions(work.in_order, shared=False)
@@ -109,9 +125,11 @@ def test_memory(closing):
     settings = (
         "data.init_args.prompts_per_iteration=4",
         "data.init_args.val_limit=2",
-        "trainer.check_val_every_n_epoch=3",
+        "trainer.check_val_every_n_epoch=2",
     )
-    found = closing("memory", "--iterations", "6", "--validate", *(f"--set={setting}" for setting in settings))
+    found = closing(
+        "memory", "--iterations", "4", "--settle", "1", "--validate", *(f"--set={setting}" for setting in settings)
+    )
     assert found["start_mb"] > 100
     assert found["slope_kb_per_step"] < 1e6
     assert importlib.import_module("memory").slope([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 2) == pytest.approx((1, 1, 1))

@@ -105,9 +105,9 @@ def prepare(
     return trainer, module, data
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Train."""
-    model, case, count, dtype, *options = arguments
+def main(arguments: Sequence[str] = ()) -> None:
+    """Train as these arguments say, by default those of the program."""
+    model, case, count, dtype, *options = arguments or sys.argv[1:]
     warnings.filterwarnings("ignore")
     trainer, module, data = prepare(model, CASES[case], int(count), dtype, options, callbacks=[Clock()])
     trainer.fit(module, data)
@@ -115,4 +115,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
