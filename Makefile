@@ -18,6 +18,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed-base
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
+$(VENV)/.installed-bench: $(VENV)/.installed-base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[bench]"
+	touch $@
+
 quickstart: $(VENV)/.installed-base  ## Improve the embedded model with GRPO, and draw what happened.
 	$(BIN)/python scripts/quickstart.py
 
@@ -30,8 +34,10 @@ check: $(VENV)/.installed-dev  ## Format, style, types and layers.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-dev  ## Sampling against generate of transformers, side by side.
+bench: $(VENV)/.installed-bench  ## Sampling, update and framework on the embedded model, side by side with others.
 	$(BIN)/python scripts/bench/sampling.py
+	$(BIN)/python scripts/bench/update.py
+	$(BIN)/python scripts/bench/overhead.py --prompts 16 --steps 10
 
 clean:
 	rm -rf $(VENV) runs build dist

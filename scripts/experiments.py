@@ -20,6 +20,7 @@ from rlalign.run_folder import CHECKPOINTS, METRICS, write_atomically
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BASE = CONFIGS / "base.yaml"
+PROGRAM = Path(__file__).resolve()
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Arm:
     configs: tuple[Path, ...]
     options: tuple[str, ...] = ()
     metric: str = "val/pass@1"
+    program: Path = PROGRAM
+    """What measures and trains: called with the metric and the words of the command line."""
 
 
 @dataclass
@@ -83,7 +86,7 @@ def run_one(folder: str, arm: Arm, seed: int) -> Result:
     kept.parent.mkdir(parents=True, exist_ok=True)
     log = kept.with_suffix(".log")
     quiet = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--run", str(RUNS / name)]
-    command = [sys.executable, __file__, arm.metric, *words, *quiet]
+    command = [sys.executable, str(arm.program), arm.metric, *words, *quiet]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with log.open("w") as out:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)

@@ -1,18 +1,19 @@
 """Steps of rlalign's GRPO, timed: ``ours.py MODEL CASE STEPS bf16|fp32 [OPTION=VALUE ...]``.
 
-A line a step, with what its sampling took, then the peak memory.
+A line a step, with what its sampling took and the page faults, then the peak memory.
 """
 
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from forced import ToLength
 from lightning import Callback, Trainer
-from workload import CASES, GROUP, PROMPTS, peak_gb, questions, score
+from workload import CASES, GROUP, PROMPTS, Case, page_faults, peak_gb, questions, score
 
 from rlalign.algorithms.grpo import GRPO
 from rlalign.models.policy import PolicyConfig
@@ -33,35 +34,51 @@ class Questions(PromptSource):
 
 
 class Clock(Callback):
-    """Says how long each iteration took, and its sampling."""
+    """Says how long each iteration took, its sampling, and how often memory was new: the page faults."""
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin."""
-        self.began = time.perf_counter()
+        self.began, self.faults = time.perf_counter(), page_faults()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """The end of an iteration."""
+        seconds, faults = time.perf_counter() - self.began, page_faults() - self.faults
         sampling = float(trainer.callback_metrics["perf/sample_seconds"])
-        print(f"step {time.perf_counter() - self.began:.3f} sampling {sampling:.3f}", flush=True)
+        print(f"step {seconds:.4f} sampling {sampling:.4f} faults {faults}", flush=True)
 
 
-def main() -> None:
-    """Train."""
-    model, case, count, dtype, *options = sys.argv[1:]
-    work, steps = CASES[case], int(count)
+def prepare(
+    model: str,
+    work: Case,
+    steps: int,
+    dtype: str,
+    options: Sequence[str] = (),
+    prompts: int = PROMPTS,
+    callbacks: Sequence[Callback] = (),
+) -> tuple[Trainer, GRPO, RolloutDataModule]:
+    """What ``fit`` takes.
+
+    Args:
+        model: To train.
+        work: Of each step.
+        steps: Iterations.
+        dtype: ``bf16`` or ``fp32``.
+        options: NAME=VALUE of the policy, ``sampler.NAME=VALUE``, and ``minibatch_size=NUMBER``.
+        prompts: Of each iteration.
+        callbacks: Of the trainer.
+    """
     chosen: dict[str, Any] = {"minibatch_size": GROUP}
     chosen |= {name: eval(value) for name, value in (option.split("=") for option in options)}  # a developer's own
     minibatch = chosen.pop("minibatch_size")
     sampler = {name.removeprefix("sampler."): chosen.pop(name) for name in list(chosen) if name.startswith("sampler.")}
-    warnings.filterwarnings("ignore")
-    step_size = PROMPTS * GROUP // work.updates
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in questions(PROMPTS * steps * 2, work)]
+    step_size = prompts * GROUP // work.updates
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in questions(prompts * steps * 2, work)]
     data = RolloutDataModule(
         Questions(rows),
         {"score": lambda example, response: score(str(response))},
         sampling=SamplingParams(max_new_tokens=work.max_tokens),
         sampler=ToLength(work, **sampler),
-        prompts_per_iteration=PROMPTS,
+        prompts_per_iteration=prompts,
         group_size=GROUP,
         step_size=step_size,
         minibatch_size=min(minibatch, step_size),
@@ -79,12 +96,20 @@ def main() -> None:
         max_epochs=steps,
         accumulate_grad_batches=step_size // min(minibatch, step_size),
         gradient_clip_val=1.0,
-        callbacks=[Clock()],
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    return trainer, module, data
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Train as these arguments say, by default those of the program."""
+    model, case, count, dtype, *options = arguments or sys.argv[1:]
+    warnings.filterwarnings("ignore")
+    trainer, module, data = prepare(model, CASES[case], int(count), dtype, options, callbacks=[Clock()])
     trainer.fit(module, data)
     print(f"peak_gb {peak_gb():.3f}")
 

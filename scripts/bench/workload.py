@@ -3,6 +3,7 @@
 import random
 import resource
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import LogitsProcessor
@@ -63,7 +64,17 @@ def score(text: str) -> float:
 
 def peak_gb() -> float:
     """Most memory that this process has ever held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
+    # That of resource would be the parent's where that held more when it started this process.
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1e6
+
+
+def page_faults() -> int:
+    """Pages of memory that this process was given so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class Lengths(LogitsProcessor):
