@@ -23,11 +23,20 @@ class Shapes:
     prompt_lengths: Tensor | None = None
 
 
+class _Unit(NamedTuple):
+    """Items that must stay together."""
+
+    items: np.ndarray
+    length: int
+    """Of the longest."""
+    prompts: frozenset[int]
+    prompt_length: int
+
+
 class _Part(NamedTuple):
     """Adjacent units that are computed together, and their padded tokens."""
 
-    start: int
-    end: int
+    units: Sequence[_Unit]
     cost: int
 
 
@@ -59,57 +68,60 @@ class Cutter:
         least = float("inf")
         for blocks in self._orders(units):
             ranks = [[unit for block in blocks[rank::num_ranks] for unit in block] for rank in range(num_ranks)]
-            cuts = [self._cut(of_rank, parts) for of_rank in ranks]
+            cuts = [_cut(of_rank, parts) for of_rank in ranks]
             cost = sum(part.cost for cut in cuts for part in cut)
             if cost < least:
                 least = cost
-                best = [self._items(of_rank, cut, parts) for of_rank, cut in zip(ranks, cuts, strict=True)]
-        return best
+                best = [[np.concatenate([unit.items for unit in part.units]) for part in cut] for cut in cuts]
+        return [cut + [np.empty(0, dtype=np.int64) for _ in range(parts - len(cut))] for cut in best]
 
-    def _orders(self, units: np.ndarray) -> list[list[list[np.ndarray]]]:
+    def _orders(self, units: np.ndarray) -> list[list[list[_Unit]]]:
         """Blocks of units that go to one rank, the shortest block first: of one unit, and of all those of a prompt."""
-        long = self.lengths[units].max(1)
-        by_length = [[units[n]] for n in np.argsort(long, kind="stable")]
+        described = map(self._described, units)
+        by_length = sorted(described, key=lambda unit: unit.length)
+        singly = [[unit] for unit in by_length]
         if self.prompts is None:
-            return [by_length]
-        of_prompt: dict[int, list[np.ndarray]] = {}
-        for (unit,) in by_length:
-            of_prompt.setdefault(int(self.prompts[unit[0]]), []).append(unit)
-        blocks = sorted(of_prompt.values(), key=lambda block: int(self.lengths[block[-1]].max()))
-        return [by_length, blocks]
+            return [singly]
+        of_prompt: dict[int, list[_Unit]] = {}
+        for unit in by_length:
+            of_prompt.setdefault(int(self.prompts[unit.items[0]]), []).append(unit)
+        return [singly, sorted(of_prompt.values(), key=lambda block: block[-1].length)]
 
-    def _cut(self, units: Sequence[np.ndarray], parts: int) -> list[_Part]:
-        """At most so many parts, whose highest cost is the lowest possible."""
-        low, high = 0, self._filled(units, np.inf)[0].cost if units else 0
-        while low + 1 < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if len(self._filled(units, middle)) <= parts else (middle, high)
-        return self._filled(units, high)
-
-    def _filled(self, units: Sequence[np.ndarray], budget: float) -> list[_Part]:
-        """Parts, each filled as far as its cost stays within a budget, or with one unit."""
-        parts: list[_Part] = []
-        start = rows = width = prompt_width = cost = 0
-        prompts: set[int] = set()
-        for number, unit in enumerate(units):
-            rows, width = rows + len(unit), max(width, int(self.lengths[unit].max()))
-            prompt_width = self._add_prompts(prompts, prompt_width, unit)
-            new = rows * width + len(prompts) * prompt_width
-            if new > budget and number > start:
-                parts.append(_Part(start, number, cost))
-                start, rows, width, prompts = number, len(unit), int(self.lengths[unit].max()), set()
-                prompt_width = self._add_prompts(prompts, 0, unit)
-                new = rows * width + len(prompts) * prompt_width
-            cost = new
-        return [*parts, _Part(start, len(units), cost)] if units else []
-
-    def _add_prompts(self, prompts: set[int], width: int, unit: np.ndarray) -> int:
+    def _described(self, items: np.ndarray) -> _Unit:
+        length = int(self.lengths[items].max())
         if self.prompts is None or self.prompt_lengths is None:
-            return 0
-        prompts.update(self.prompts[unit].tolist())
-        return max(width, int(self.prompt_lengths[unit].max()))
+            return _Unit(items, length, frozenset(), 0)
+        return _Unit(items, length, frozenset(self.prompts[items].tolist()), int(self.prompt_lengths[items].max()))
 
-    @staticmethod
-    def _items(units: Sequence[np.ndarray], cut: Sequence[_Part], parts: int) -> list[np.ndarray]:
-        found = [np.concatenate(units[part.start : part.end]) for part in cut]
-        return found + [np.empty(0, dtype=np.int64) for _ in range(parts - len(found))]
+
+def _cut(units: Sequence[_Unit], parts: int) -> list[_Part]:
+    """At most so many parts, whose highest cost is the lowest possible."""
+    whole = _filled(units, float("inf"))
+    if parts == 1 or not units:
+        return whole
+    low, high = 0, whole[0].cost
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_filled(units, middle)) <= parts else (middle, high)
+    return _filled(units, high)
+
+
+def _filled(units: Sequence[_Unit], budget: float) -> list[_Part]:
+    """Parts, each filled as far as its cost stays within a budget, or with one unit."""
+    parts: list[_Part] = []
+    start = rows = width = prompt_width = cost = 0
+    prompts: set[int] = set()
+    for number, (items, length, of_unit, prompt_length) in enumerate(units):
+        size = len(items)
+        rows += size
+        width = length if length > width else width
+        if of_unit:
+            prompts |= of_unit
+            prompt_width = prompt_length if prompt_length > prompt_width else prompt_width
+        new = rows * width + len(prompts) * prompt_width
+        if new > budget and number > start:
+            parts.append(_Part(units[start:number], cost))
+            start, rows, width, prompts, prompt_width = number, size, length, set(of_unit), prompt_length
+            new = rows * width + len(prompts) * prompt_width
+        cost = new
+    return [*parts, _Part(units[start:], cost)] if units else []
