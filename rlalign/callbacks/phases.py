@@ -1,7 +1,7 @@
 """Where the time of an iteration goes: its phases, told by what the trainer, the data module and the sampler call."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -63,7 +63,7 @@ class Clock:
 
     def __init__(self, device: torch.device, begins: Callable[[str, int], None] | None = None) -> None:
         self.device, self.begins = device, begins
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self._open: list[tuple[str, record_function]] = []
         wait_for(device)

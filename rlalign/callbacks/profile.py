@@ -1,6 +1,6 @@
 """Where the time of a run goes: a trace of an iteration and a page of figures."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
@@ -54,7 +54,7 @@ class Profile(Callback):
         self._trace: Trace | None = None
         self._figures: list[dict[str, float]] = []
         self._lengths: list[list[int]] = []
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
         self._calls: Counter[str] = Counter()
         self._is_told = self._has_warned = False
 
@@ -144,7 +144,8 @@ class Profile(Callback):
         self._undo.close()
         clock, self._clock = self._clock, None
         if self._trace is None:
-            self._seconds += clock.seconds
+            for name, seconds in clock.seconds.items():
+                self._seconds[name] += seconds
             self._calls += clock.calls
             return
         trace, self._trace = self._trace, None
