@@ -7,7 +7,7 @@ export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 export WANDB_MODE ?= offline
 
-.PHONY: quickstart test check bench clean
+.PHONY: quickstart test check bench gpu-check clean
 
 $(VENV)/.installed-base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,9 @@ check: $(VENV)/.installed-dev  ## Format, style, types and layers.
 
 bench: $(VENV)/.installed-dev  ## Sampling against generate of transformers, side by side.
 	$(BIN)/python scripts/bench/sampling.py
+
+gpu-check: $(VENV)/.installed-dev  ## Checks, speed, memory and a learning run on a GPU; without a network: python scripts/gpu_check.py
+	$(BIN)/python scripts/gpu_check.py
 
 clean:
 	rm -rf $(VENV) runs build dist
