@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlalign.callbacks.coefficients import fresh_metrics
 
-_SIZE, _REPEATS = 1024, 4  # of the matrix product that measures the peak
+_SIZE, _SIZE_ON_GPU, _REPEATS = 1024, 4096, 4  # of the matrix product that measures the peak
 
 
 class Performance(Callback):
@@ -114,8 +114,9 @@ def real_tokens(batch: Any) -> Tensor | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second of a product of two square matrices, the best of a few."""
-    left, right = (torch.randn(_SIZE, _SIZE, device=device, dtype=dtype) for _ in range(2))
+    """FLOPs a second of a product of two square matrices, the best of a few; small ones would not fill a GPU."""
+    size = _SIZE if device.type == "cpu" else _SIZE_ON_GPU
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")
     for _ in range(_REPEATS):
         wait_for(device)
@@ -123,7 +124,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
         left @ right
         wait_for(device)
         best = min(best, time.perf_counter() - began)
-    return 2 * _SIZE**3 / best
+    return 2 * size**3 / best
 
 
 def multiplied_weights(module: nn.Module) -> tuple[int, int]:
