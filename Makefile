@@ -8,7 +8,7 @@ export GOMP_SPINCOUNT ?= 10000
 export TOKENIZERS_PARALLELISM ?= false
 export WANDB_MODE ?= offline
 
-.PHONY: quickstart test check bench clean
+.PHONY: quickstart test check bench gpu-check clean
 
 $(VENV)/.installed-base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ bench: $(VENV)/.installed-bench  ## Sampling, update and framework on the embedd
 	$(BIN)/python scripts/bench/sampling.py
 	$(BIN)/python scripts/bench/update.py
 	$(BIN)/python scripts/bench/overhead.py --prompts 16 --steps 10
+
+gpu-check: $(VENV)/.installed-dev  ## Checks, speed, memory and a learning run on a GPU; without a network: python scripts/gpu_check.py
+	$(BIN)/python scripts/gpu_check.py
 
 clean:
 	rm -rf $(VENV) runs build dist

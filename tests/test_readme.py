@@ -48,8 +48,8 @@ def elsewhere(tmp_path, monkeypatch):
 
 def test_two_commands_set_everything_up():
     assert [" ".join(words) for words in commands()][:2] == ["make quickstart", "make test"]
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = re.findall(r"\bmake (\w+)`", README) + [words[1] for words in commands() if words[0] == "make"]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"\bmake ([\w-]+)`", README) + [words[1] for words in commands() if words[0] == "make"]
     assert set(named) <= set(targets)
 
 

@@ -13,6 +13,7 @@ from rlalign.callbacks.kl_band import KLBand
 from rlalign.callbacks.kl_floor import KLFloor
 from rlalign.callbacks.performance import Performance
 from rlalign.callbacks.plots import CurvePlot
+from rlalign.callbacks.profile import Profile
 from rlalign.callbacks.progress import IterationProgress
 from rlalign.callbacks.reference_sync import ReferenceSync
 from rlalign.callbacks.reward_monitor import RewardMonitor
@@ -37,6 +38,7 @@ __all__ = [
     "KLBand",
     "KLFloor",
     "Performance",
+    "Profile",
     "ReferenceSync",
     "RewardMonitor",
     "RunSummary",

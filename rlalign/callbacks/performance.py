@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlalign.callbacks.coefficients import fresh_metrics
 
-_SIZE, _REPEATS = 1024, 4  # of the matrix product that measures the peak
+_SIZE, _SIZE_ON_GPU, _REPEATS = 1024, 4096, 4  # of the matrix product that measures the peak
 
 
 class Performance(Callback):
@@ -34,6 +34,7 @@ class Performance(Callback):
     def __init__(self) -> None:
         self.peak: float | None = None
         """FLOPs a second of a product of two large matrices."""
+        self._validation = 0.0  # seconds
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure what the device can do, in the type that the run computes in."""
@@ -44,25 +45,42 @@ class Performance(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
-        _finish(pl_module.device)
+        wait_for(pl_module.device)
         self._began = self._ready = time.perf_counter()
         self._tokens = self._positions = 0
+        self._validation = 0.0
         self._waits = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """With the first minibatch, everything has been sampled and scored."""
         if self._waits:
-            _finish(pl_module.device)
+            wait_for(pl_module.device)
             self._ready, self._waits = time.perf_counter(), False
-        mask = getattr(batch, "attention_mask", None)
-        if isinstance(mask, Tensor):
+        mask = real_tokens(batch)
+        if mask is not None:
             self._tokens += int(mask.sum())
             self._positions += mask.numel()
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The trainer validates within an iteration, before it ends it."""
+        wait_for(pl_module.device)
+        self._validation -= time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on counting."""
+        wait_for(pl_module.device)
+        self._validation += time.perf_counter()
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log it."""
-        _finish(pl_module.device)
-        whole = max(time.perf_counter() - self._began, 1e-9)
+        how: Any = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": 1}
+        values = self.measured(trainer, pl_module)
+        pl_module.log_dict({f"perf/{name}": float(value) for name, value in values.items()}, **how)
+
+    def measured(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """What the iteration that ends now was like, by the names under ``perf/``."""
+        wait_for(pl_module.device)
+        whole = max(time.perf_counter() - self._began - self._validation, 1e-9)
         before = self._ready - self._began
         sampling = fresh_metrics(trainer).get("perf/sample_seconds", 0.0)
         update = max(whole - before, 1e-9)
@@ -82,21 +100,31 @@ class Performance(Callback):
                 "tflops": achieved / 1e12,
                 "mfu": achieved / self.peak if self.peak else 0.0,
             }
-        how: Any = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": 1}
-        pl_module.log_dict({f"perf/{name}": float(value) for name, value in values.items()}, **how)
+        return values
+
+
+def real_tokens(batch: Any) -> Tensor | None:
+    """True where a minibatch is no padding, ``[B, L]``; ``None`` where that cannot be told."""
+    mask, counted = getattr(batch, "attention_mask", None), getattr(batch, "loss_mask", None)
+    if isinstance(mask, Tensor):
+        return mask
+    if isinstance(counted, Tensor) and hasattr(batch, "positions"):  # rows of demonstrations: each ends with a response
+        return counted.flip(1).cummax(1).values.flip(1)
+    return None
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second of a product of two square matrices, the best of a few."""
-    left, right = (torch.randn(_SIZE, _SIZE, device=device, dtype=dtype) for _ in range(2))
+    """FLOPs a second of a product of two square matrices, the best of a few; small ones would not fill a GPU."""
+    size = _SIZE if device.type == "cpu" else _SIZE_ON_GPU
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")
     for _ in range(_REPEATS):
-        _finish(device)
+        wait_for(device)
         began = time.perf_counter()
         left @ right
-        _finish(device)
+        wait_for(device)
         best = min(best, time.perf_counter() - began)
-    return 2 * _SIZE**3 / best
+    return 2 * size**3 / best
 
 
 def multiplied_weights(module: nn.Module) -> tuple[int, int]:
@@ -125,7 +153,7 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units
 
 
-def _finish(device: torch.device) -> None:
-    """Wait for a GPU."""
+def wait_for(device: torch.device) -> None:
+    """Have a GPU finish what it was told to do; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import IO, Any, NoReturn
 
 import yaml
+from jsonargparse import SUPPRESS
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
@@ -19,6 +20,7 @@ from rlalign.algorithms.base import PolicyModule, RolloutModule
 from rlalign.algorithms.module import TrainedModule
 from rlalign.callbacks.band import Band
 from rlalign.callbacks.checkpoint import IterationCheckpoint
+from rlalign.callbacks.profile import Profile
 from rlalign.callbacks.progress import IterationProgress
 from rlalign.callbacks.whole_iterations import refuse_partial_iterations
 from rlalign.checkpoints import iterations_of
@@ -47,9 +49,9 @@ class SaveConfig(SaveConfigCallback):
 
 
 def reusable(config: Any, folder: Path) -> Any:
-    """A configuration without what is of one run only: its name, the checkpoint it went on from, its folder."""
+    """A configuration without what is of one run only: name, checkpoint it went on from, whether profiled, folder."""
     config = config.clone()
-    for name in ("run", "ckpt_path"):
+    for name in ("run", "ckpt_path", "profile"):
         config.pop(name, None)
     for logger in logger_configs(config.trainer.logger):
         if logger.get("init_args", {}).get("save_dir") == str(folder):
@@ -124,6 +126,9 @@ class TrainerCLI(LightningCLI):
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
         """Add what is of one command only."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "fit":
+            text = "Write a trace of an iteration and a page on where the time goes into the run's folder."
+            parser.add_argument("--profile", action="store_true", default=SUPPRESS, help=text)  # of no other command
         if subcommand == "predict":
             text = "What is written: all responses, or one a prompt, by the ranker (best) or by majority."
             parser.add_argument("--pick", type=Pick, default="all", help=text)
@@ -181,6 +186,8 @@ class TrainerCLI(LightningCLI):
             callbacks[:] = [c for c in callbacks if not isinstance(c, IterationProgress)]
         elif not has(callbacks, IterationProgress):
             callbacks.append(IterationProgress())
+        if fits and self.options.get("profile") and not has(callbacks, Profile):
+            callbacks.append(Profile())
         if fits:
             callbacks += [ExitOnSigterm(), Farewell()]
         kwargs |= {"default_root_dir": str(self.folder), "callbacks": callbacks, "logger": self._loggers(given.logger)}

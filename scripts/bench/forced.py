@@ -30,9 +30,10 @@ class Forced:
 
     def admit(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
         """Rows, numbered as they come."""
-        new = torch.tensor([self.case.length(row) for row in range(sum(counts))])
-        self.left = torch.cat([self.left, new])
-        return self._of(self.decoder.admit(prompts, counts), new)
+        logits = self.decoder.admit(prompts, counts)
+        new = torch.tensor([self.case.length(row) for row in range(sum(counts))], device=logits.device)
+        self.left = torch.cat([self.left.to(logits.device), new])
+        return self._of(logits, new)
 
     def step(self, tokens: Tensor) -> Tensor:
         """A token each."""
@@ -42,7 +43,7 @@ class Forced:
     def keep(self, rows: Tensor) -> Tensor:
         """Some of the rows."""
         order = self.decoder.keep(rows)
-        self.left = self.left[order]
+        self.left = self.left.to(order.device)[order]
         return order
 
 

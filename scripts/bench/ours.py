@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from forced import ToLength
 from lightning import Callback, Trainer
-from workload import CASES, GROUP, PROMPTS, Case, page_faults, peak_gb, questions, score
+from workload import CASES, DEVICE, GROUP, PROMPTS, Case, page_faults, peak_gb, questions, score
 
 from rlalign.algorithms.grpo import GRPO
 from rlalign.models.policy import PolicyConfig
@@ -91,7 +91,8 @@ def prepare(
         optimizer=partial(torch.optim.AdamW, lr=1e-6, weight_decay=0.0, fused=True),
     )
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=DEVICE,
+        devices=1,
         precision="bf16-mixed" if dtype == "bf16" else "32-true",
         max_epochs=steps,
         accumulate_grad_batches=step_size // min(minibatch, step_size),

@@ -13,7 +13,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
 from datasets import Dataset
 from transformers import LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from workload import CASES, GROUP, PROMPTS, Lengths, peak_gb, questions, score
+from workload import CASES, DEVICE, GROUP, PROMPTS, ROWS, Lengths, peak_gb, questions, score
 
 
 class Clock(TrainerCallback):
@@ -38,17 +38,20 @@ def main() -> None:
     """Train."""
     model, case, steps, dtype = sys.argv[1], CASES[sys.argv[2]], int(sys.argv[3]), sys.argv[4]
     bf16 = dtype == "bf16"
+    step_size = PROMPTS * GROUP // case.updates
+    rows_at_once = ROWS or step_size
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=PROMPTS * GROUP // case.updates,
-        steps_per_generation=case.updates,
+        per_device_train_batch_size=rows_at_once,
+        gradient_accumulation_steps=step_size // rows_at_once,
+        steps_per_generation=PROMPTS * GROUP // rows_at_once,
         num_generations=GROUP,
         max_completion_length=case.max_tokens,
         max_steps=steps * case.updates,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
-        use_cpu=True,
+        use_cpu=DEVICE == "cpu",
         bf16=bf16,
         learning_rate=1e-6,
         beta=0.0,

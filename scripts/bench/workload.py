@@ -1,5 +1,6 @@
 """The work that is timed: the same prompts, lengths and rewards for whoever does it."""
 
+import os
 import random
 import resource
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from transformers import LogitsProcessor
 
 GROUP = 8
 PROMPTS = 4
+DEVICE = os.environ.get("BENCH_DEVICE", "cpu")
+"""``cpu`` or ``cuda``: what the steps run on."""
+ROWS: int | None = None
+"""Sequences of TRL's forward passes; all of an optimizer step by default."""
 _EXAMPLES = " ".join(
     f"Q: {a} + {b} A: {a + b}." for a, b in [(3, 4), (21, 7), (40, 18), (9, 9), (65, 12), (33, 30)] * 3
 )
@@ -63,7 +68,9 @@ def score(text: str) -> float:
 
 
 def peak_gb() -> float:
-    """Most memory that this process has ever held."""
+    """Most memory that this process has ever held; on a GPU, its tensors."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 1e9
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
@@ -87,7 +94,7 @@ class Lengths(LogitsProcessor):
         """Scores of the next token."""
         self.prompt = self.prompt or input_ids.shape[1]
         drawn = input_ids.shape[1] - self.prompt
-        last = torch.tensor([drawn + 1 >= self.case.length(row) for row in range(len(scores))])
+        last = torch.tensor([drawn + 1 >= self.case.length(row) for row in range(len(scores))], device=scores.device)
         scores[:, self.end] = float("-inf")
         scores[last] = float("-inf")
         scores[last, self.end] = 0.0

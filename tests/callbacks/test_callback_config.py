@@ -15,6 +15,7 @@ WRITTEN = [
     ("RewardMonitor", {"swing": None, "collapse_action": ["rollback"], "lr_factor": 0.4}),
     ("SampleTable", {"rows": 3}),
     ("TokenBudget", {"max_tokens": 100}),
+    ("Profile", {"skip": 2, "iterations": 3, "decode_steps": 9}),
     ("DynamicClipRange", {"target": 0.03, "max_factor": 3.0}),
     ("KLFloor", {"minimum": 0.01, "max_steps": 3}),
     ("ReferenceSync", {"every": 5, "alpha": 0.6}),

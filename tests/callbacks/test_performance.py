@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlalign.callbacks.performance import Performance, measured_peak, multiplied_weights, peak_memory
+from rlalign.callbacks.performance import Performance, measured_peak, multiplied_weights, peak_memory, real_tokens
+from rlalign.data.demonstrations import collate_demonstrations
 from rlalign.models.policy import Policy, PolicyConfig
 from short_runs import run
 
@@ -52,3 +53,34 @@ def test_the_peak_is_that_of_a_product():
     slow, fast = 1e6, 1e15
     assert slow < measured_peak(torch.device("cpu"), torch.float32) < fast
     assert 10 < peak_memory(torch.device("cpu")) < 1e7
+
+
+def test_validation_is_no_part_of_an_iteration(tiny_model, prompts_file, tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("rlalign.callbacks.performance.measured_peak", lambda device, dtype: 1e12)
+    monkeypatch.setattr("rlalign.callbacks.performance.time.perf_counter", lambda: now[0])
+
+    class Slow(Performance):
+        """Comes first; everything takes no time but a minibatch, 3 s, and validation, 100 s."""
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            now[0] += 3.0
+
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+            now[0] += 100.0
+
+    trainer, *_ = run(tiny_model, prompts_file, tmp_path, [Slow()], 1, steps=2, data={"num_held_out": 4})
+    assert now[0] > 100
+    assert float(trainer.callback_metrics["perf/iteration_seconds"]) == 6.0
+
+
+def test_what_is_no_padding_in_demonstrations():
+    items = [([5, 6, 7, 8], [False, False, True, True]), ([5, 6], [False, True]), ([9, 9, 9], [False, True, True])]
+    apart = collate_demonstrations(items, pad_id=0)
+    assert real_tokens(apart).sum(1).tolist() == [4, 2, 3]
+    packed = collate_demonstrations(items, pad_id=0, packed_width=6)
+    assert real_tokens(packed).sum(1).tolist() == [6, 3]
+    apart.loss_mask = torch.zeros_like(apart.loss_mask)  # of a rank without data
+    assert real_tokens(apart).sum() == 0
+    assert real_tokens(object()) is None
