@@ -18,7 +18,7 @@ from rlalign.rollouts.curriculum import Curriculum, EveryPromptOnce, resume
 from rlalign.rollouts.cutting import Shapes
 from rlalign.rollouts.learner import Learner
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
-from rlalign.rollouts.prompts import Prompt, PromptDataset, PromptSource, load_prompts
+from rlalign.rollouts.prompts import Prompt, PromptDataset, PromptSource, each_sample, load_prompts
 from rlalign.rollouts.ranks import data_parallel, gather_objects
 from rlalign.rollouts.sampling.base import Sampler, SampleRequest, SamplingParams
 from rlalign.rollouts.sampling.local import LocalSampler
@@ -282,7 +282,7 @@ class RolloutDataModule(SeededDataModule):
         assert self.train_prompts is not None
         rank, num_ranks = data_parallel(self.trainer)
         mine = list(range(len(indices)))[rank::num_ranks]
-        prompts = [(self.train_prompts[indices[slot]], s) for slot in mine for s in range(self.group_size)]
+        prompts = each_sample(self.train_prompts, [indices[slot] for slot in mine], self.group_size)
         drawn = self.sample(prompts, self.sampling, TRAIN, iteration)
         keys = [(slot, s) for slot in mine for s in range(self.group_size)]
         merged = {k: r for part in gather_objects(list(zip(keys, drawn, strict=True))) for k, r in part}
@@ -436,7 +436,7 @@ class RolloutDataModule(SeededDataModule):
         The random numbers do not depend on the iteration: two checkpoints differ by their policies only.
         """
         assert self.val_prompts is not None
-        prompts = [(self.val_prompts[i], s) for i in indices for s in range(self.val_samples)]
+        prompts = each_sample(self.val_prompts, indices, self.val_samples)
         return self.sample(prompts, self.val_sampling, VALIDATE)
 
     def verify(self, rollouts: list[Rollout]) -> list[Rollout]:

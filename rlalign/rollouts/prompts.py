@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -94,6 +94,15 @@ class PromptDataset(Dataset[Prompt]):
         if hasattr(rows, "select_columns") and top in rows.column_names:  # without reading the others
             rows = rows.select_columns([top])
         return [lookup(rows[index], name) for index in self.kept]
+
+
+def each_sample(prompts: PromptDataset, indices: Sequence[int], count: int) -> list[tuple[Prompt, int]]:
+    """So many samples of each prompt: the prompt, which is tokenised once, and the number of the sample.
+
+    Every one has an example of its own, whatever a reward does to it.
+    """
+    once = [prompts[index] for index in indices]
+    return [(replace(prompt, example=dict(prompt.example)), n) for prompt in once for n in range(count)]
 
 
 def load_prompts(

@@ -1,4 +1,4 @@
-"""Steps of TRL's GRPOTrainer, timed: ``peer_trl.py MODEL CASE STEPS bf16|fp32``.
+"""Steps of TRL's GRPOTrainer, timed: ``peer_trl.py MODEL CASE STEPS bf16|fp32 [ROWS]``, so many in a minibatch.
 
 A line a step, then the peak memory.
 """
@@ -39,7 +39,7 @@ def main() -> None:
     model, case, steps, dtype = sys.argv[1], CASES[sys.argv[2]], int(sys.argv[3]), sys.argv[4]
     bf16 = dtype == "bf16"
     step_size = PROMPTS * GROUP // case.updates
-    rows_at_once = ROWS or step_size
+    rows_at_once = int(sys.argv[5]) if len(sys.argv) > 5 else ROWS or step_size
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=rows_at_once,

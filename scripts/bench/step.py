@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="Of each process; the first does not count.")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--minibatch", type=int, default=16, help="Rows of rlalign's.")
+    parser.add_argument("--peer-minibatch", type=int, help="Rows of TRL's; by default all of an optimizer step.")
     parser.add_argument("--option", action="append", default=[], help="For rlalign's side: NAME=VALUE.")
     options = parser.parse_args()
     if options.steps < 2:
@@ -41,8 +43,10 @@ def main() -> None:
         ", ".join([platform.processor() or platform.machine(), *(f"{n} {m.__version__}" for n, m in versions.items())])
     )
     arguments = [options.model, options.case, str(options.steps), options.dtype]
-    theirs = Side("peer_trl.py", ["peer_trl.py", *arguments])
-    ours = Side("ours.py", ["ours.py", *arguments, *options.option])
+    theirs = Side(
+        "TRL", ["peer_trl.py", *arguments, *([str(options.peer_minibatch)] if options.peer_minibatch else [])]
+    )
+    ours = Side("rlalign", ["ours.py", *arguments, f"minibatch_size={options.minibatch}", *options.option])
     take_turns([theirs, ours], options.rounds, options.threads)
     print(f"median of a step: TRL {theirs.median():.2f} s, rlalign {ours.median():.2f} s")
     print(f"ratio {theirs.median() / ours.median():.2f} memory_ratio {ours.peak_gb / theirs.peak_gb:.2f}")
