@@ -86,6 +86,7 @@ class RolloutModule(PolicyModule, ABC):
     served_by: ClassVar[type[LightningDataModule]] = RolloutDataModule
     max_rounds: int = 1
     rows_together: int = 1
+    skips_zero_advantages: bool = False
     partial_batch: Literal["keep", "fill"] = "keep"
 
     def __init__(

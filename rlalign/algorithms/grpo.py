@@ -36,6 +36,9 @@ class GRPO(RolloutModule):
         kl_to: What the KL is to: the frozen ``reference``, or the ``old`` policy of this iteration.
         kl_estimator: See :mod:`rlalign.functional.divergences` for what each one's gradient is.
         entropy_coef: Weight of the entropy bonus.
+        skip_zero_advantages: Leave responses with advantage 0 out of the minibatches while neither KL nor entropy is in
+            the loss: they have no gradient. They still count in its normaliser, but metrics of tokens tell of the
+            others alone. A step that has no others computes them all.
         reduction: See :class:`RolloutModule`.
         kwargs: See :class:`RolloutModule`.
     """
@@ -56,6 +59,7 @@ class GRPO(RolloutModule):
         kl_to: Literal["reference", "old"] = "reference",
         kl_estimator: Literal["k1", "k2", "k3"] = "k3",
         entropy_coef: float = 0.0,
+        skip_zero_advantages: bool = False,
         reduction: Reduction = "sequence",
         **kwargs: Any,
     ) -> None:
@@ -63,11 +67,17 @@ class GRPO(RolloutModule):
         self.clip_low, self.clip_high, self.dual_clip = clip_low, clip_high, dual_clip
         self.scale_rewards, self.baseline = scale_rewards, baseline
         self.kl_coef, self.entropy_coef = kl_coef, entropy_coef  # callbacks move these
+        self.skip_zero_advantages = skip_zero_advantages
         self.kl_to, self.kl_estimator = kl_to, KL_ESTIMATORS[kl_estimator]
         if not (kl_coef >= 0 and math.isfinite(kl_coef) and math.isfinite(entropy_coef)):
             raise ValueError(f"Expected kl_coef >= 0 and a finite entropy_coef, got {kl_coef} and {entropy_coef}.")
         self._check_options()
         self.needs_reference = kl_coef > 0 and kl_to == "reference"
+
+    @property
+    def skips_zero_advantages(self) -> bool:  # type: ignore[override]
+        """Whether the loss is that of the advantages alone, and the user wants to make use of it."""
+        return self.skip_zero_advantages and not (self.kl_coef and self.kl_in_loss) and not self.entropy_coef
 
     def _check_options(self) -> None:
         """Compute a made-up loss, so that an option out of bounds is told before anything is sampled."""

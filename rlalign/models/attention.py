@@ -1,5 +1,6 @@
 """Attention whose queries that share a key are one product, for CPUs and short sequences."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ def grouped_attention(
     On a CPU, the kernels of scaled dot-product attention take several times as long for a hundred positions, most of
     all in bfloat16.
 
+    A flat sequence attends as its ``flat_rows`` say, see :class:`~rlalign.models.flat.FlatRows`.
+
     Args:
         module: The attention layer.
         query: ``[B, H, Q, D]``.
@@ -38,11 +41,14 @@ def grouped_attention(
         dropout: Of the probabilities.
         scaling: Of the scores; one over the root of ``D`` by default.
         is_causal: Whether attention without a mask is causal; what the layer says by default.
-        kwargs: For transformers' own.
+        kwargs: ``flat_rows``; others are for transformers' own.
 
     Returns:
         ``[B, Q, H, D]``.
     """
+    if (flat := kwargs.pop("flat_rows", None)) is not None:
+        how = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return flat.attend(partial(grouped_attention, module, **how), query, key, value)  # type: ignore[no-any-return]
     (rows, heads, length, size), (_, groups, width, _) = query.shape, key.shape
     share = heads // groups
     is_long = share * length * width > _MOST_SCORES

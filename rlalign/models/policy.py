@@ -20,7 +20,14 @@ from rlalign.assets import resolve, told_if_missing
 from rlalign.models.attention import GROUPED
 from rlalign.models.fused import fuse
 from rlalign.models.reference import add_reference_adapter
-from rlalign.models.scoring import TokenScores, final_states, scalar_of_states, scores_of_states, token_scores
+from rlalign.models.scoring import (
+    TokenScores,
+    can_lay_flat,
+    final_states,
+    scalar_of_states,
+    scores_of_states,
+    token_scores,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -58,9 +65,9 @@ class PolicyConfig:
     chunk_tokens: int = 1024
     """Positions whose logits exist at once."""
     share_prompts: bool | None = None
-    """Compute a prompt that several rows of a minibatch have in common once, forward and backward: equal but for
-    rounding, and several times faster where prompts are longer than responses. By default wherever it can be done and
-    the rows at hand make it pay; not with dropout, activation checkpointing or sharded weights."""
+    """Compute a prompt that several rows of a minibatch have in common once, forward and backward, and no padding:
+    equal but for rounding, and several times faster where prompts are longer than responses. By default wherever it can
+    be done (:func:`~rlalign.models.scoring.can_lay_flat`) and the rows at hand make it pay; not with dropout."""
     trust_remote_code: bool = False
     """Run model code that comes with the weights."""
 
@@ -72,11 +79,6 @@ class PolicyConfig:
         if self.share_prompts and (self.dropout or self.lora_dropout):
             raise ValueError(
                 "policy.share_prompts computes a prompt once, and dropout differs from row to row: use one of them."
-            )
-        if self.share_prompts and self.activation_checkpointing:
-            raise ValueError(
-                "policy.share_prompts keeps a cache of keys, which policy.activation_checkpointing would fill twice: "
-                "use one of them."
             )
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout must be in [0, 1), got {self.lora_dropout}.")
@@ -197,6 +199,12 @@ class Policy(nn.Module):
         if config.activation_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._check_scores()
+        self._can_lay_flat = config.share_prompts is not False and can_lay_flat(self.model)
+        if config.share_prompts and not self._can_lay_flat:
+            raise ValueError(
+                f"policy.share_prompts does not go with {type(self.model).__name__}: not all of its attention is "
+                f"full, or not that of attn_implementation={GROUPED}. Leave it out."
+            )
 
     def train(self, mode: bool = True) -> "Policy":
         """Set the mode of this module alone: the models in it stay in evaluation mode."""
@@ -265,7 +273,7 @@ class Policy(nn.Module):
         """Whether prompts that rows have in common may be computed once."""
         if self.config.share_prompts is not None:
             return self.config.share_prompts
-        return self.is_whole and not (self.has_dropout or self.config.activation_checkpointing)
+        return self._can_lay_flat and not self.has_dropout
 
     @contextmanager
     def _as_reference(self) -> Iterator[PreTrainedModel]:
@@ -289,12 +297,7 @@ class Policy(nn.Module):
 
         Args:
             mesh: One dimension, that of the data-parallel ranks.
-
-        Raises:
-            ValueError: If prompts are shared: ranks would then gather the layers' weights unequally often, and hang.
         """
-        if self.config.share_prompts:
-            raise ValueError("policy.share_prompts does not go with sharded weights (FSDP2): leave it out.")
         mirror = copy.deepcopy(self.lm).requires_grad_(False)
         for parameter in mirror.parameters():
             parameter.data = parameter.data.new_empty(0)

@@ -1,13 +1,15 @@
 """Log-probabilities and entropies of tokens, without ever holding the logits of a whole batch."""
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from rlalign.models.attention import GROUPED
+from rlalign.models.flat import FlatRows
 from rlalign.models.head import linear_scores
 
 
@@ -71,42 +73,51 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.base_model.forward).parameters else "past_key_values"
 
 
-def shared_prompt_states(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, num_tokens: int, with_last: bool = False
-) -> Tensor:
-    """Hidden states that predict the last ``num_tokens`` columns, ``[B, T, H]``, each distinct prompt computed once.
-
-    The responses are computed on the prompts' cache, which gradients flow through. But for rounding, the states are
-    those of whole rows.
+def flat_states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, rows: FlatRows) -> Tensor:
+    """Hidden states that predict the columns of the responses, ``[B, T, H]``: of padding, those of what is before it.
 
     Args:
-        model: A causal language model of transformers.
+        model: A causal language model of transformers, for which :func:`can_lay_flat` holds.
         input_ids: Prompt and response, ``[B, P + T]``.
         attention_mask: True on real tokens, ``[B, P + T]``.
-        num_tokens: Columns of the response, ``T``.
-        with_last: Also the state after the last column, ``[B, T + 1, H]``.
+        rows: How they are laid flat.
     """
-    positions, mask = position_ids(attention_mask), attention_mask.long()
-    width = input_ids.shape[1] - num_tokens
-    prompts, prompt_of_row = torch.cat([input_ids[:, :width], mask[:, :width]], 1).unique(dim=0, return_inverse=True)
-    cache = DynamicCache(config=model.config)
-    cached = {"use_cache": True, cache_argument(model): cache}
-    ids, prompt_mask = prompts.split(width, dim=1)
-    placed = {"attention_mask": prompt_mask, "position_ids": position_ids(prompt_mask)}
-    before = model.base_model(input_ids=ids, **placed, **cached).last_hidden_state[prompt_of_row, -1:]
-    end = input_ids.shape[1] if with_last else input_ids.shape[1] - 1
-    if end == width:
-        return before
-    cache.batch_select_indices(prompt_of_row)
-    placed = {"attention_mask": mask[:, :end], "position_ids": positions[:, width:end]}
-    after = model.base_model(input_ids=input_ids[:, width:end], **placed, **cached).last_hidden_state
-    return torch.cat([before, after], 1)
+    ids, positions = (x.flatten()[rows.tokens].unsqueeze(0) for x in (input_ids, position_ids(attention_mask)))
+    # A mask of four dimensions is taken as it is: this one is for nobody, and the model makes none of its own.
+    nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+    given = {"attention_mask": nothing, "position_ids": positions, "use_cache": False, "flat_rows": rows}
+    states: Tensor = model.base_model(input_ids=ids, **given).last_hidden_state[0]
+    return states[rows.before]
 
 
-def _sharing_pays(input_ids: Tensor, attention_mask: Tensor, num_tokens: int) -> bool:
-    (rows, length), width = input_ids.shape, input_ids.shape[1] - num_tokens
-    prompts = torch.cat([input_ids[:, :width], attention_mask[:, :width].long()], 1).unique(dim=0)
-    return (rows - len(prompts)) * width * 10 >= rows * length
+def _flat_rows_if_it_pays(
+    input_ids: Tensor, attention_mask: Tensor, num_tokens: int, with_last: bool
+) -> FlatRows | None:
+    """Rows laid flat where that saves a tenth of the positions or more."""
+    if not attention_mask[:, : input_ids.shape[1] - num_tokens].any(1).all():
+        return None
+    rows = FlatRows.of(input_ids, attention_mask, num_tokens, with_last)
+    return rows if len(rows.tokens) * 10 <= input_ids.numel() * 9 else None
+
+
+@torch.no_grad()
+def can_lay_flat(model: PreTrainedModel) -> bool:
+    """Whether a model gives :class:`~rlalign.models.flat.FlatRows` to its attention, and says the same then."""
+    config: Any = model.config.get_text_config()
+    all_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    if model.config._attn_implementation != GROUPED or not all_full or getattr(config, "sliding_window", None):
+        return False
+    ids = torch.arange(1, 13, device=model.device).repeat(2, 1) * 31 % config.vocab_size
+    ids[1, 7:] = ids[0, 6:-1]
+    mask = torch.ones_like(ids).bool()
+    mask[1, -2:] = False
+    want = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+    want = want[:, 6:-1][mask[:, 7:]].float()
+    try:
+        got = flat_states(model, ids, mask, FlatRows.of(ids, mask, 5))[mask[:, 7:]].float()
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # another signature, or other shapes
+        return False
+    return float((got - want).norm() / want.norm()) < (1e-4 if model.dtype.itemsize >= 4 else 0.05)
 
 
 def final_states(
@@ -126,8 +137,8 @@ def final_states(
         attention_mask: True on real tokens, ``[B, P + T]``; ``None`` for packed rows.
         num_tokens: Columns of the response, ``T``.
         positions: Of packed rows, ``[B, P + T]``; from 0 again with every sequence, and none sees another.
-        share_prompts: Compute each distinct prompt once, see :func:`shared_prompt_states`, where that saves a tenth of
-            the positions or more.
+        share_prompts: Compute each distinct prompt once, and no padding, see :class:`~rlalign.models.flat.FlatRows`,
+            where that saves a tenth of the positions or more.
         with_last: Also the state after the last column, ``[B, T + 1, H]``.
 
     Raises:
@@ -141,8 +152,10 @@ def final_states(
         placed = {"position_ids": positions}
     else:
         raise ValueError("Give an attention mask, or the positions of packed rows.")
-    if share_prompts and attention_mask is not None and _sharing_pays(input_ids, attention_mask, num_tokens):
-        return shared_prompt_states(model, input_ids, attention_mask, num_tokens, with_last)
+    if share_prompts and attention_mask is not None:
+        rows = _flat_rows_if_it_pays(input_ids, attention_mask, num_tokens, with_last)
+        if rows is not None:
+            return flat_states(model, input_ids, attention_mask, rows)
     states = model.base_model(input_ids=input_ids, use_cache=False, **placed).last_hidden_state
     return states[:, -num_tokens - 1 :] if with_last else states[:, -num_tokens - 1 : -1]
 

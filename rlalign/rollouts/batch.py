@@ -115,6 +115,12 @@ class RolloutBatch:
         token_fields["attention_mask"] = self.attention_mask[:, left : prompt_width + right]
         return replace(self, **token_fields)
 
+    def has_signal(self, rows_together: int = 1) -> Tensor:
+        """Rows with an advantage other than 0 on a token that counts, and those kept together with them, ``[B]``."""
+        assert self.advantages is not None
+        rows = ((self.advantages != 0) & self.loss_mask).any(1)
+        return rows.view(-1, rows_together).any(1).repeat_interleave(rows_together)
+
     def emptied(self, rows: int = 1) -> "RolloutBatch":
         """Rows of one response token that the loss does not count: a minibatch for a rank without data."""
         row = self[:rows]

@@ -14,7 +14,7 @@ class Shapes:
 
     Args:
         lengths: Tokens of each, ``[N]``; of its response alone where prompts are given.
-        prompts: Where a prompt that items share is computed once: number of each one's, ``[N]``.
+        prompts: Where a prompt that items share is computed once, and no padding: number of each one's, ``[N]``.
         prompt_lengths: Its tokens, ``[N]``.
     """
 
@@ -27,14 +27,15 @@ class _Unit(NamedTuple):
     """Items that must stay together."""
 
     items: np.ndarray
-    length: int
-    """Of the longest."""
-    prompts: frozenset[int]
-    prompt_length: int
+    longest: int
+    total: int
+    """Tokens of all of them."""
+    prompts: dict[int, int]
+    """Tokens of each."""
 
 
 class _Part(NamedTuple):
-    """Adjacent units that are computed together, and their padded tokens."""
+    """Adjacent units that are computed together, and the tokens that takes."""
 
     units: Sequence[_Unit]
     cost: int
@@ -54,7 +55,7 @@ class Cutter:
         self.prompt_lengths = shapes.prompt_lengths.numpy() if shapes.prompt_lengths is not None else None
 
     def __call__(self, units: np.ndarray, parts: int, num_ranks: int) -> list[list[np.ndarray]]:
-        """The minibatches of every rank: similar lengths together, or equal prompts, whichever is less to compute.
+        """The minibatches of every rank: similar lengths together, or equal prompts, whichever is sooner computed.
 
         Args:
             units: Items that must stay together, a row each.
@@ -69,7 +70,7 @@ class Cutter:
         for blocks in self._orders(units):
             ranks = [[unit for block in blocks[rank::num_ranks] for unit in block] for rank in range(num_ranks)]
             cuts = [_cut(of_rank, parts) for of_rank in ranks]
-            cost = sum(part.cost for cut in cuts for part in cut)
+            cost = max(sum(part.cost for part in cut) for cut in cuts)
             if cost < least:
                 least = cost
                 best = [[np.concatenate([unit.items for unit in part.units]) for part in cut] for cut in cuts]
@@ -78,20 +79,21 @@ class Cutter:
     def _orders(self, units: np.ndarray) -> list[list[list[_Unit]]]:
         """Blocks of units that go to one rank, the shortest block first: of one unit, and of all those of a prompt."""
         described = map(self._described, units)
-        by_length = sorted(described, key=lambda unit: unit.length)
+        by_length = sorted(described, key=lambda unit: unit.longest)
         singly = [[unit] for unit in by_length]
         if self.prompts is None:
             return [singly]
         of_prompt: dict[int, list[_Unit]] = {}
         for unit in by_length:
             of_prompt.setdefault(int(self.prompts[unit.items[0]]), []).append(unit)
-        return [singly, sorted(of_prompt.values(), key=lambda block: block[-1].length)]
+        return [singly, sorted(of_prompt.values(), key=lambda block: block[-1].longest)]
 
     def _described(self, items: np.ndarray) -> _Unit:
-        length = int(self.lengths[items].max())
-        if self.prompts is None or self.prompt_lengths is None:
-            return _Unit(items, length, frozenset(), 0)
-        return _Unit(items, length, frozenset(self.prompts[items].tolist()), int(self.prompt_lengths[items].max()))
+        lengths = self.lengths[items]
+        prompts: dict[int, int] = {}
+        if self.prompts is not None and self.prompt_lengths is not None:
+            prompts = dict(zip(self.prompts[items].tolist(), self.prompt_lengths[items].tolist(), strict=True))
+        return _Unit(items, int(lengths.max()), int(lengths.sum()), prompts)
 
 
 def _cut(units: Sequence[_Unit], parts: int) -> list[_Part]:
@@ -109,19 +111,31 @@ def _cut(units: Sequence[_Unit], parts: int) -> list[_Part]:
 def _filled(units: Sequence[_Unit], budget: float) -> list[_Part]:
     """Parts, each filled as far as its cost stays within a budget, or with one unit."""
     parts: list[_Part] = []
-    start = rows = width = prompt_width = cost = 0
-    prompts: set[int] = set()
-    for number, (items, length, of_unit, prompt_length) in enumerate(units):
-        size = len(items)
-        rows += size
-        width = length if length > width else width
-        if of_unit:
-            prompts |= of_unit
-            prompt_width = prompt_length if prompt_length > prompt_width else prompt_width
-        new = rows * width + len(prompts) * prompt_width
-        if new > budget and number > start:
+    running, start, cost = _Running(), 0, 0
+    for number, unit in enumerate(units):
+        cost_with_it = running.add(unit)
+        if cost_with_it > budget and number > start:
             parts.append(_Part(units[start:number], cost))
-            start, rows, width, prompts, prompt_width = number, size, length, set(of_unit), prompt_length
-            new = rows * width + len(prompts) * prompt_width
-        cost = new
+            running, start = _Running(), number
+            cost_with_it = running.add(unit)
+        cost = cost_with_it
     return [*parts, _Part(units[start:], cost)] if units else []
+
+
+class _Running:
+    """Tokens that units take together: padded ones, or where prompts are given, theirs once and no padding."""
+
+    def __init__(self) -> None:
+        self.rows = self.longest = self.total = 0
+        self.prompts: set[int] = set()
+
+    def add(self, unit: _Unit) -> int:
+        """Those with one more unit."""
+        self.rows += len(unit.items)
+        self.longest = max(self.longest, unit.longest)
+        self.total += unit.total
+        for prompt, length in unit.prompts.items():
+            if prompt not in self.prompts:
+                self.prompts.add(prompt)
+                self.total += length
+        return self.total if unit.prompts else self.rows * self.longest

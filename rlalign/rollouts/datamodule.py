@@ -368,6 +368,10 @@ class RolloutDataModule(SeededDataModule):
         with torch.no_grad(), self.trainer.precision_plugin.forward_context():
             rollouts = self._prepared(self.collect(iteration))
             rollouts = self.learner.annotate(rollouts, plan.num_steps, plan.minibatch_size)
+        has_signal: np.ndarray | None = None
+        if self.learner.skips_zero_advantages and rollouts.replayed is None:
+            has_signal = rollouts.has_signal(plan.rows_together).numpy()
+            rollouts.statistics["rollout/skipped_share"] = 1 - float(has_signal.mean())
         first = rollouts.statistics
         shapes = self._shapes(rollouts)
         rank = data_parallel(self.trainer)[0]
@@ -381,6 +385,8 @@ class RolloutDataModule(SeededDataModule):
                 "step_sequences": float(of_step.loss_mask.any(-1).sum()),
             }
             sizes = dict.fromkeys(sizes, 0.0) if ended else sizes
+            if has_signal is not None and has_signal[items].any():
+                items = items[has_signal[items]]
             for rows in plan.minibatches(items, shapes, rank):
                 usable = len(rows) and not ended
                 batch = rollouts[torch.from_numpy(rows)].trimmed() if usable else rollouts.emptied(plan.rows_together)

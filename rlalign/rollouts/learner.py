@@ -22,6 +22,8 @@ class Learner(Protocol):
     """Adjacent rows that it compares with each other: they stay adjacent, and in one minibatch."""
     shares_prompts: bool
     """Whether a prompt that rows of a minibatch have in common is computed once."""
+    skips_zero_advantages: bool
+    """Whether responses whose advantages are all 0, which add nothing to the loss, are left out of the minibatches."""
     partial_batch: Literal["keep", "fill"]
     """Where the rounds end early: learn from what there is, or fill up with the groups that were turned down."""
 

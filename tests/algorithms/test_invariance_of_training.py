@@ -48,7 +48,7 @@ def fit(
     devices: int = 1,
     cls=GRPO,
     iterations: int = 1,
-    share_prompts: bool | None = False,  # models normalise in float32, whatever runs in float64
+    share_prompts: bool | None = None,
     **data,
 ):
     """Weights after iterations of two optimizer steps, in float64."""

@@ -159,8 +159,3 @@ def test_an_architecture_with_unknown_logits_is_refused(tiny_model, monkeypatch)
     monkeypatch.setattr(LlamaForCausalLM, "forward", strange)
     with pytest.raises(ValueError, match="adjust_logits"):
         Policy(PolicyConfig(tiny_model))
-
-
-def test_sharded_weights_and_shared_prompts_are_refused(tiny_model):
-    with pytest.raises(ValueError, match="share_prompts"):
-        Policy(PolicyConfig(tiny_model, share_prompts=True)).shard(None)

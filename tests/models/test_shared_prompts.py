@@ -1,9 +1,9 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from rlalign.models.policy import Policy, PolicyConfig
-from rlalign.models.scoring import shared_prompt_states, token_scores
+from rlalign.models.flat import FlatRows
+from rlalign.models.policy import Policy, PolicyConfig, load_model
+from rlalign.models.scoring import can_lay_flat, final_states, flat_states, token_scores
 
 
 def grouped(num_tokens: int, group_size: int = 4):
@@ -29,10 +29,16 @@ def gradients(model, loss):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "gemma2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7])
-def test_a_shared_prompt_changes_neither_scores_nor_gradients(make_model, architecture, num_tokens):
-    model = AutoModelForCausalLM.from_pretrained(make_model(architecture)).eval()
+@pytest.mark.parametrize("kernel", ["products", "sdpa"])
+def test_a_shared_prompt_changes_neither_scores_nor_gradients(
+    make_model, architecture, num_tokens, kernel, monkeypatch
+):
+    model = load_model(PolicyConfig(make_model(architecture)))
+    assert can_lay_flat(model)
+    if kernel == "sdpa":
+        monkeypatch.setattr("rlalign.models.attention._MOST_SCORES", 0)
     ids, attention, response = grouped(num_tokens)
     weights = torch.rand(response.shape, generator=torch.Generator().manual_seed(1))
     scores = token_scores(model, ids, attention, response, share_prompts=True)
@@ -45,18 +51,56 @@ def test_a_shared_prompt_changes_neither_scores_nor_gradients(make_model, archit
         torch.testing.assert_close(got[name], expected[name], atol=1e-4, rtol=1e-4)
 
 
-def test_each_distinct_prompt_is_computed_once(tiny_model):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
-    ids, attention, _ = grouped(7)
+def test_each_distinct_prompt_is_computed_once_and_no_padding(tiny_model):
+    model = load_model(PolicyConfig(tiny_model))
+    ids, attention, response = grouped(7)
     tokens = []
     model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: tokens.append(inputs[0].shape))
-    shared_prompt_states(model, ids, attention, 7)
-    assert [tuple(shape) for shape in tokens] == [(3, 9), (12, 6)]
+    rows = FlatRows.of(ids, attention, 7)
+    flat_states(model, ids, attention, rows)
+    assert tokens == [(1, 2 + 9 + 5 + int(response.sum()) - 12)]
+    assert [block.longest for block in rows.blocks] == [9, 5, 2]  # prompts, then responses: none is half as long
+
+
+@pytest.mark.parametrize("with_last", [False, True])
+def test_states_are_those_of_whole_rows(tiny_model, with_last):
+    model = load_model(PolicyConfig(tiny_model))
+    ids, attention, response = grouped(7)
+    with torch.no_grad():
+        got, want = (
+            final_states(model, ids, attention, 7, share_prompts=s, with_last=with_last) for s in (True, False)
+        )
+    real = torch.cat([torch.ones_like(response[:, :1]), response], 1) if with_last else response
+    torch.testing.assert_close(got[real], want[real], atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_without_a_prompt_or_a_response(tiny_model):
+    policy = Policy(PolicyConfig(tiny_model, share_prompts=True))
+    ids, attention, response = grouped(7)
+    attention[3, 9:] = response[3] = False
+    want = policy(ids, attention, response).logprobs
+    assert not want[3].any()
+    attention[3] = False
+    torch.testing.assert_close(policy(ids, attention, response).logprobs, want, atol=1e-5, rtol=1e-5)
+
+
+def test_with_checkpoints_and_autocast(tiny_model):
+    ids, attention, response = grouped(7)
+    found = []
+    for options in ({}, {"activation_checkpointing": True}):
+        policy = Policy(PolicyConfig(tiny_model, share_prompts=True, **options))
+        policy.model.train()
+        found.append(gradients(policy, policy(ids, attention, response).logprobs.sum()))
+    torch.testing.assert_close(*found)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = gradients(policy, policy(ids, attention, response).logprobs.sum())
+    for name, want in found[0].items():
+        assert (rough[name] - want).norm() < 0.05 * want.norm(), name
 
 
 def test_prompts_that_differ_in_padding_only_are_told_apart(tiny_model):
     """The padding token may also be a token of the prompt: 0 0 5 after nothing, and after a 0."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    model = load_model(PolicyConfig(tiny_model))
     ids = torch.tensor([[0, 5, 7, 8]] * 4)
     attention = torch.tensor([[False, True, True, True]] * 2 + [[True] * 4] * 2)
     with torch.no_grad():
@@ -76,9 +120,19 @@ def test_a_policy_shares_prompts_where_it_is_told_to(tiny_model):
         found.append(policy(ids, attention, response).logprobs)
         tokens.append(sum(count))
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
-    assert tokens == [12 * 16, 3 * 9 + 12 * 6]
+    assert tokens == [12 * 16, 2 + 9 + 5 + int(response.sum()) - 12]
 
 
-def test_activation_checkpointing_is_refused(tiny_model):
-    with pytest.raises(ValueError, match="share_prompts"):
-        PolicyConfig(tiny_model, share_prompts=True, activation_checkpointing=True)
+def test_what_cannot_share_prompts_is_refused_by_name_and_does_not_by_default(make_model, tiny_model):
+    for path, options in ((make_model("gemma2"), {}), (tiny_model, {"attn_implementation": "eager"})):
+        assert not Policy(PolicyConfig(path, **options)).shares_prompts
+        with pytest.raises(ValueError, match="share_prompts does not go with"):
+            Policy(PolicyConfig(path, share_prompts=True, **options))
+    assert Policy(PolicyConfig(tiny_model)).shares_prompts
+    assert not Policy(PolicyConfig(tiny_model, dropout=True)).shares_prompts
+
+
+def test_a_model_whose_attention_is_not_told_is_found_out(tiny_model, monkeypatch):
+    model = load_model(PolicyConfig(tiny_model))
+    monkeypatch.setattr(FlatRows, "attend", lambda rows, attend, *states: attend(*states, None))
+    assert not can_lay_flat(model)

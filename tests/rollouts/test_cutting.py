@@ -8,14 +8,14 @@ from rlalign.rollouts.cutting import Cutter, Shapes
 
 
 def cost(shapes: Shapes, part: np.ndarray) -> int:
-    """Padded tokens of items that are computed together."""
+    """Tokens that items take together."""
     if not len(part):
         return 0
     rows = torch.from_numpy(part)
-    tokens = len(part) * int(shapes.lengths[rows].max())
     if shapes.prompts is None:
-        return tokens
-    return tokens + len(shapes.prompts[rows].unique()) * int(shapes.prompt_lengths[rows].max())
+        return len(part) * int(shapes.lengths[rows].max())
+    prompts = dict(zip(shapes.prompts[rows].tolist(), shapes.prompt_lengths[rows].tolist(), strict=True))
+    return int(shapes.lengths[rows].sum()) + sum(prompts.values())
 
 
 def draw(seed: int, rows: int, with_prompts: bool) -> Shapes:
@@ -66,13 +66,13 @@ def test_a_long_tail_is_computed_apart():
     assert sum(cost(Shapes(lengths), p) for p in cut) < 0.65 * sum(cost(Shapes(lengths), p) for p in even)
 
 
-def test_long_prompts_are_kept_together_and_short_ones_are_not():
+def test_equal_prompts_are_kept_together_unless_a_rank_would_wait():
     lengths, prompts = torch.tensor([10, 20, 30, 40] * 4), torch.arange(16) // 4
-    for prompt_length, together in ((300, True), (1, False)):
-        shapes = Shapes(lengths, prompts, torch.full((16,), prompt_length))
-        cut = Cutter(shapes)(np.arange(16)[:, None], 4, 1)[0]
-        assert (len({tuple(prompts[torch.from_numpy(part)].unique().tolist()) for part in cut}) == 4) == together
-        assert all(len(prompts[torch.from_numpy(part)].unique()) == 1 for part in cut) == together
+    cut = Cutter(Shapes(lengths, prompts, torch.full((16,), 30)))(np.arange(16)[:, None], 4, 1)[0]
+    assert all(len(prompts[torch.from_numpy(part)].unique()) == 1 for part in cut)
+    one = Shapes(lengths, torch.zeros(16, dtype=torch.long), torch.full((16,), 30))
+    cuts = Cutter(one)(np.arange(16)[:, None], 1, 2)
+    assert [len(part) for (part,) in cuts] == [8, 8]
 
 
 def test_ranks_agree_on_who_has_what():
