@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlalign.rewards.base import Response
 
@@ -165,14 +166,8 @@ class Rollout:
         return Response(self.text, len(ids), self.truncated, self.prefill, ids)
 
 
-def _pad(rows: Sequence[Tensor], width: int, left: bool, fill: float) -> Tensor:
-    out = torch.full((len(rows), width), fill, dtype=rows[0].dtype)
-    for i, row in enumerate(rows):
-        if left:
-            out[i, width - len(row) :] = row
-        else:
-            out[i, : len(row)] = row
-    return out
+def _pad(rows: list[Tensor], fill: float, side: str = "right") -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
 
 
 def collate(rollouts: Sequence[Rollout], pad_id: int, temperature: float) -> RolloutBatch:
@@ -183,8 +178,8 @@ def collate(rollouts: Sequence[Rollout], pad_id: int, temperature: float) -> Rol
     prompt_lengths = torch.tensor([len(r.prompt_ids) for r in rollouts])
     lengths = torch.tensor([len(r.token_ids) for r in rollouts])
     prompt_width, width = int(prompt_lengths.max()), int(lengths.max())
-    prompts = _pad([r.prompt_ids for r in rollouts], prompt_width, left=True, fill=pad_id)
-    responses = _pad([r.token_ids for r in rollouts], width, left=False, fill=pad_id)
+    prompts = _pad([r.prompt_ids for r in rollouts], pad_id, side="left")
+    responses = _pad([r.token_ids for r in rollouts], pad_id)
     response_mask = torch.arange(width) < lengths.unsqueeze(1)
     prompt_mask = torch.arange(prompt_width) >= (prompt_width - prompt_lengths).unsqueeze(1)
     valid = torch.tensor([r.reward is not None for r in rollouts])
@@ -206,6 +201,6 @@ def collate(rollouts: Sequence[Rollout], pad_id: int, temperature: float) -> Rol
             )
             for name in rollouts[0].components
         },
-        sampler_logprobs=_pad([r.logprobs for r in rollouts], width, left=False, fill=0.0),
+        sampler_logprobs=_pad([r.logprobs for r in rollouts], 0.0),
         temperature=temperature,
     )

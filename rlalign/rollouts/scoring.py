@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlalign.rewards.base import Response
@@ -40,13 +42,16 @@ def score(
     """One rollout to each pair of prompt and sample number; nothing is normalised yet."""
     responses = responses_of([prompt for prompt, _ in prompts], completions, tokenizer)
     scores = rewards([prompt.example for prompt, _ in prompts], responses)
+    prompt_ids = _tensors([prompt.ids for prompt, _ in prompts], torch.int32)
+    token_ids = _tensors([completion.token_ids for completion in completions], torch.int32)
+    logprobs = _tensors([completion.logprobs for completion in completions], torch.float32)
     return [
         Rollout(
             prompt_index=prompt.index,
             sample_index=sample,
-            prompt_ids=torch.tensor(prompt.ids, dtype=torch.int32),
-            token_ids=torch.tensor(completion.token_ids, dtype=torch.int32),
-            logprobs=torch.tensor(completion.logprobs, dtype=torch.float32),
+            prompt_ids=prompt_ids[i],
+            token_ids=token_ids[i],
+            logprobs=logprobs[i],
             truncated=response.truncated,
             text=str(response),
             prefill=response.prefill,
@@ -55,8 +60,13 @@ def score(
             components={name: values[i] for name, values in scores.components.items()},
             unavailable=scores.unavailable[i],
         )
-        for i, ((prompt, sample), completion, response) in enumerate(zip(prompts, completions, responses, strict=True))
+        for i, ((prompt, sample), response) in enumerate(zip(prompts, responses, strict=True))
     ]
+
+
+def _tensors(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Each row as a tensor, of memory that they share: one of hundreds costs less than hundreds."""
+    return torch.tensor(list(chain.from_iterable(rows)), dtype=dtype).split([len(row) for row in rows])
 
 
 def with_totals(rollouts: Sequence[Rollout], composition: Composition, group_size: int) -> list[Rollout]:

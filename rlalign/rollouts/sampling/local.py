@@ -188,10 +188,23 @@ class _Drawing:
             self._take(torch.cat(parts) if len(parts) > 1 else parts[0])
             dead = int(self.over.sum())
             if dead and dead >= self.decoder.compacts_at * len(self.live):
-                order = self.decoder.keep((~self.over).nonzero().squeeze(1))
+                kept = self._kept()
+                if len(kept) == len(self.live):
+                    continue
+                order = self.decoder.keep(kept)
                 for name in ("live", "counts", "over", "tokens", "logprobs", "uniforms"):
                     setattr(self, name, getattr(self, name)[order])
         return [self.completions[i] for i in range(len(self.requests))]
+
+    def _kept(self) -> Tensor:
+        """Rows to go on with, sorted: those that live, and a few of the dead where that makes a round number of them.
+
+        Kernels are made for a number of rows when it is first met, and stay in memory.
+        """
+        alive = int((~self.over).sum())
+        unit = 16 if alive > 64 else 4 if alive > 8 else 1
+        size = min(-(-alive // unit) * unit, len(self.over))
+        return self.over.long().argsort(stable=True)[:size].sort().values
 
     def _may_admit(self) -> bool:
         """Whether something waits, and so much room is free that computing prompts apart pays."""
@@ -221,11 +234,11 @@ class _Drawing:
 
     def _take(self, logits: Tensor) -> None:
         """Draw a token for every row; those whose last token it is are over."""
-        place = self.counts[:, None]
+        place = self.counts.clamp(max=self.params.max_new_tokens - 1)[:, None]  # of the dead nothing is taken any more
         token, logprob = _draw(logits, self.uniforms.gather(1, place).squeeze(1), self.params)
         self.tokens.scatter_(1, place, token[:, None])
         self.logprobs.scatter_(1, place, logprob[:, None].to(self.logprobs.dtype))
-        self.counts = self.counts + 1
+        self.counts = place.squeeze(1) + 1
         ended = torch.isin(token, self.ends)
         stopped = self._stopped() if self.params.stop else torch.zeros_like(ended)
         new = (ended | stopped | (self.counts == self.params.max_new_tokens)) & ~self.over
