@@ -1,7 +1,7 @@
 """Sampling by vLLM, timed, in an environment that has it: ``peer_vllm.py MODEL CASE ROUNDS bf16|fp32 [--in-turn]``.
 
-A line a round, ``round SECONDS TOKENS``, after one that warms up and does not count. With ``--in-turn`` each round waits
-for a line on the standard input, so that another process can have the machine in between; ``ready`` says it waits.
+A line a round, ``round SECONDS TOKENS``, after one that warms up and does not count. With ``--in-turn`` each round
+waits for a line on the standard input, so that another process can have the machine in between; "ready" says so.
 ``LLM`` has vLLM's own settings, but for the memory of its cache and ``--eager``, which leaves out compilation.
 """
 

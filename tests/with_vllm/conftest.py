@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rlalign.rollouts.sampling.vllm import VLLMSampler, VLLMServerSampler
 from real_vllm import make
+from rlalign.rollouts.sampling.vllm import VLLMSampler, VLLMServerSampler
 from toy_model import save_tokenizer
 
 SIZES = {  # vLLM's attention on a CPU has kernels for heads of 32 and more

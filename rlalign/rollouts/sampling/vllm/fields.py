@@ -19,7 +19,7 @@ def seed_of(request: SampleRequest) -> int:
 def sampling_fields(
     request: SampleRequest, params: SamplingParams, end_ids: Collection[int], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """vLLM's parameters for one response, all of them explicit; its server knows them by the same names.
+    """VLLM's parameters for one response, all of them explicit; its server knows them by the same names.
 
     The temperature is 1, or 0 if greedy: the logits are tempered before vLLM sees them, see
     :meth:`~rlalign.rollouts.sampling.vllm.worker.PolicyWorker.rlalign_temper`.
