@@ -79,12 +79,12 @@ def test_a_run_learns_from_what_vllm_drew(models, tmp_path, policy):
     apart, moved = [], []
     step = module.training_step
 
-    def watched(batch, number):
+    def watched(batch, batch_idx):
         mask = batch.loss_mask
         own = module.score(batch)[0].detach()
         apart.append(float((own - batch.sampler_logprobs)[mask].abs().max()))
         moved.append(own[mask][:4].tolist())
-        return step(batch, number)
+        return step(batch, batch_idx)
 
     module.training_step = watched
     trainer.fit(module, data)
