@@ -1,15 +1,16 @@
 """The weights that a model computes with, adapters included, one by one and never in place."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 
-def merged_weight(module: nn.Module) -> Tensor:
+def merged_weight(module: Any) -> Tensor:
     """The weight of a linear module plus the deltas of its active LoRA adapters; without any, the weight itself.
 
     Args:
@@ -19,7 +20,7 @@ def merged_weight(module: nn.Module) -> Tensor:
         Detached; a new tensor where there is a delta, so that the trained weights stay as they are.
     """
     base = getattr(module, "base_layer", module)
-    weight = base.weight.detach()
+    weight: Tensor = base.weight.detach()
     if base is not module and not module.disable_adapters and not module.merged:
         for name in module.active_adapters:
             if name in module.lora_A or name in module.lora_embedding_A:

@@ -93,7 +93,7 @@ class Connection:
         self.rpc("rlalign_begin")
         for name, weight in weights:
             whole = weight.to("cpu", dtype).contiguous()
-            data = memoryview(whole.flatten().view(torch.uint8).numpy())
+            data = whole.flatten().view(torch.uint8).numpy()
             label = (str(dtype).removeprefix("torch."), ",".join(map(str, whole.shape)))
             for start in range(0, max(len(data), 1), _PIECE):
                 piece = base64.b64encode(data[start : start + _PIECE]).decode()

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,6 +84,8 @@ class VLLMSampler(VLLM):
         from vllm.engine.arg_utils import EngineArgs
 
         check_names(self.engine, EngineArgs.__dataclass_fields__)
+        # vLLM makes a group of one process, and Lightning then wants every metric to be reduced over ranks.
+        warnings.filterwarnings("ignore", message=".*recommended to use `self.log.*sync_dist=True")
         return LLM(
             locate_model(policy.config.model),
             worker_extension_cls="rlalign.rollouts.sampling.vllm.worker.PolicyWorker",

@@ -96,7 +96,8 @@ class VLLMServerSampler(VLLM):
             self.close()
         if self._connection is not None:
             return self._connection
-        if self.url is None:
+        address = self.url
+        if address is None:
             self.server = ServerProcess(
                 locate_model(policy.config.model),
                 self.python,
@@ -105,9 +106,9 @@ class VLLMServerSampler(VLLM):
                 self.start_seconds,
             )
             self._finalizer = weakref.finalize(self, self.server.stop)  # at the latest when the interpreter exits
+            address = str(self.server.socket)
         elif torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError("url is for one rank: with several, leave it out, and each starts a server.")
-        address = self.url if self.server is None else str(self.server.socket)
         connection = Connection(address, self._key)
         self._facts = _facts(connection)
         (model,) = connection.call("GET", "/v1/models")["data"][:1]
