@@ -96,6 +96,6 @@ class Connection:
             data = whole.flatten().view(torch.uint8).numpy()
             label = (str(dtype).removeprefix("torch."), ",".join(map(str, whole.shape)))
             for start in range(0, max(len(data), 1), _PIECE):
-                piece = base64.b64encode(data[start : start + _PIECE]).decode()
+                piece = base64.b64encode(data[start : start + _PIECE].tobytes()).decode()
                 self.rpc("rlalign_receive", name, *label, piece, "1" if start + _PIECE >= len(data) else "0")
         self.rpc("rlalign_finish")
