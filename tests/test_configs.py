@@ -16,6 +16,7 @@ CURRICULUM = CONFIGS / "curriculum.yaml"
 ALGORITHMS = sorted(set(CONFIGS.glob("*.yaml")) - {BASE, CURRICULUM})
 TINY = sorted(CONFIGS.glob("tiny/*.yaml"))
 STRATEGIES = sorted(CONFIGS.glob("strategies/*.yaml"))
+SAMPLERS = sorted(CONFIGS.glob("samplers/*.yaml"))  # that they sample: make test-vllm
 SMOLLM2 = sorted(CONFIGS.glob("smollm2/*.yaml"))
 PIPELINES = sorted(CONFIGS.glob("pipelines/*.yaml"))  # tests/cli/test_pipeline.py
 TASKS = sorted(CONFIGS.glob("tasks/*.yaml"))
@@ -44,7 +45,7 @@ def parse(capsys, *configs: Path) -> dict:
 
 
 def test_every_file_has_a_test():
-    known = {BASE, CURRICULUM, *ALGORITHMS, *TINY, *TASKS, *STRATEGIES, *SMOLLM2, *PIPELINES}
+    known = {BASE, CURRICULUM, *ALGORITHMS, *TINY, *TASKS, *STRATEGIES, *SAMPLERS, *SMOLLM2, *PIPELINES}
     known |= set(CONFIGS.glob("sweeps/*.yaml"))
     assert {name_of(path) for path in CONFIGS.rglob("*.y*ml")} == {name_of(path) for path in known}
     assert {"grpo", "dapo"} <= {path.stem for path in TINY}
@@ -66,6 +67,14 @@ def test_a_strategy_is_added_to_any_run(path, capsys):
     strategy = parse(capsys, BASE, CONFIGS / "tiny" / "grpo.yaml", path)["trainer"]["strategy"]
     assert strategy["class_path"] == given["class_path"]
     assert given["init_args"].items() <= strategy["init_args"].items()
+
+
+@pytest.mark.parametrize("path", SAMPLERS, ids=name_of)
+def test_a_sampler_is_added_to_any_run(path, capsys):
+    given = yaml.safe_load(path.read_text())["data"]["init_args"]["sampler"]
+    sampler = parse(capsys, BASE, CONFIGS / "tiny" / "grpo.yaml", path)["data"]["init_args"]["sampler"]
+    assert sampler["class_path"].rsplit(".", 1)[-1] == given["class_path"].rsplit(".", 1)[-1]
+    assert given["init_args"].items() <= sampler["init_args"].items()
 
 
 def short(path: Path) -> list[str]:

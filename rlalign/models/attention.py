@@ -48,7 +48,7 @@ def grouped_attention(
     """
     if (flat := kwargs.pop("flat_rows", None)) is not None:
         how = {"dropout": dropout, "scaling": scaling, **kwargs}
-        return flat.attend(partial(grouped_attention, module, **how), query, key, value)  # type: ignore[no-any-return]
+        return flat.attend(partial(grouped_attention, module, **how), query, key, value)
     (rows, heads, length, size), (_, groups, width, _) = query.shape, key.shape
     share = heads // groups
     is_long = share * length * width > _MOST_SCORES

