@@ -17,15 +17,15 @@ _SIZE, _SIZE_ON_GPU, _REPEATS = 1024, 4096, 4  # of the matrix product that meas
 class Performance(Callback):
     """Logs the speed of every iteration: of its parts, of the arithmetic, and what padding wastes.
 
-    Model FLOPs count the products with weights that the work needs once, however it is done: ``2 N`` a token forward
-    and as much again for each of the gradients of states and weights, ``N`` being the weights that are multiplied by
-    (attention and what is recomputed are left out). They are those of learning alone: sampling is bound by memory, and
-    is told by its tokens a second. Logs, for this rank:
+    Model FLOPs count the products with weights that the work needs once: ``2 N`` a token forward and as much again for
+    each of the gradients of states and weights, ``N`` being the weights that are multiplied by. Attention, padding and
+    what is recomputed are left out, and so are prompts that are not computed again for each row. They are those of
+    learning alone: sampling is bound by memory, and is told by its tokens a second. Logs, for this rank:
 
     - ``perf/iteration_seconds``, and the shares of it ``perf/sample_share``, ``perf/score_share`` (old and reference
       log-probabilities, values) and ``perf/update_share``; validation is not part of it;
     - ``perf/trained_tokens_per_second``: tokens of prompts and responses over the seconds of the update;
-    - ``perf/padding_share``: positions of the minibatches that are padding;
+    - ``perf/padding_share``: positions of the minibatches that are padding, whether they are computed or not;
     - ``perf/tflops``: model FLOPs of the update over its seconds, and ``perf/mfu``, that over what a product of two
       matrices reached on this device when the run began;
     - ``perf/peak_memory_mib``: most memory of this process (CPU), or of the tensors on this rank's GPU.
@@ -47,7 +47,7 @@ class Performance(Callback):
         """Begin to count."""
         wait_for(pl_module.device)
         self._began = self._ready = time.perf_counter()
-        self._tokens = self._positions = 0
+        self._tokens = self._positions = self._needed = 0
         self._validation = 0.0
         self._waits = True
 
@@ -60,6 +60,7 @@ class Performance(Callback):
         if mask is not None:
             self._tokens += int(mask.sum())
             self._positions += mask.numel()
+            self._needed += needed_tokens(batch, mask, getattr(pl_module, "shares_prompts", False))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The trainer validates within an iteration, before it ends it."""
@@ -93,7 +94,7 @@ class Performance(Callback):
         }
         if self._positions:
             forward, backward = self._weights
-            achieved = 2 * (forward + backward) * self._tokens / update
+            achieved = 2 * (forward + backward) * self._needed / update
             values |= {
                 "trained_tokens_per_second": self._tokens / update,
                 "padding_share": 1 - self._tokens / self._positions,
@@ -111,6 +112,14 @@ def real_tokens(batch: Any) -> Tensor | None:
     if isinstance(counted, Tensor) and hasattr(batch, "positions"):  # rows of demonstrations: each ends with a response
         return counted.flip(1).cummax(1).values.flip(1)
     return None
+
+
+def needed_tokens(batch: Any, mask: Tensor, shares_prompts: bool) -> int:
+    """Real tokens of a minibatch, those of a prompt that rows share once if it is so computed."""
+    if not shares_prompts or not hasattr(batch, "prompt_index"):
+        return int(mask.sum())
+    once = dict(zip(batch.prompt_index.tolist(), batch.prompt_lengths.tolist(), strict=True))
+    return int(batch.response_lengths.sum()) + sum(once.values())
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:

@@ -93,14 +93,14 @@ class _Gated(torch.autograd.Function):
 class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
+        ctx.angles = cos, sin  # of all layers the same, and nobody's gradient
         wide = x.to(torch.promote_types(x.dtype, cos.dtype))
         return torch.mul(wide, cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
+        cos, sin = ctx.angles
         wide = gradient.to(torch.promote_types(gradient.dtype, cos.dtype))
         turned_back = torch.mul(wide, sin).roll(-(gradient.shape[-1] // 2), -1)
         return turned_back.addcmul_(wide, cos).to(gradient.dtype), None, None

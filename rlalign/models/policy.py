@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlalign.assets import resolve, told_if_missing
 from rlalign.models.attention import GROUPED
+from rlalign.models.compression import compressed_activations
 from rlalign.models.fused import fuse
 from rlalign.models.reference import add_reference_adapter
 from rlalign.models.scoring import (
@@ -54,6 +55,9 @@ class PolicyConfig:
     """Leave the model's own dropout on in the gradient pass."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
+    compress_activations: Literal["bfloat16", "int8"] | None = None
+    """Keep activations for the backward pass in fewer bits (:mod:`rlalign.models.compression`): less memory, rough
+    gradients. Log-probabilities are as without."""
     attn_implementation: str | None = None
     """Attention kernel of transformers (``sdpa``, ``eager``, ``flash_attention_2``); by default its own choice, but
     :func:`~rlalign.models.attention.grouped_attention` in place of ``sdpa`` on a CPU."""
@@ -79,6 +83,11 @@ class PolicyConfig:
         if self.share_prompts and (self.dropout or self.lora_dropout):
             raise ValueError(
                 "policy.share_prompts computes a prompt once, and dropout differs from row to row: use one of them."
+            )
+        if self.compress_activations and self.activation_checkpointing:
+            raise ValueError(
+                "policy.activation_checkpointing keeps next to no activations, policy.compress_activations fewer bits "
+                "of them: use one of them."
             )
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout must be in [0, 1), got {self.lora_dropout}.")
@@ -348,7 +357,8 @@ class Policy(nn.Module):
                 module.training = True
                 chosen.append(module)
         try:
-            yield
+            with compressed_activations(self.model, self.config.compress_activations):
+                yield
         finally:
             for module in chosen:
                 module.training = False

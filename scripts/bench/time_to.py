@@ -4,7 +4,8 @@
 usage: time_to.py [--target 0.9] [--seeds 3] [--rates 5e-4 1.67e-4 1.5e-3] [--kl-coef 0.0] [--every 2]
 
 Both train the embedded model in float32 with the quickstart's prompts, reward, sizes, clipping, optimizer and schedule;
-TRL samples all responses of a step at once, without logging, saving or checkpointing of activations. Every so many
+TRL samples all responses of a step at once, without logging, saving or checkpointing of activations; ours leaves out
+responses whose advantage is 0, which changes no weight. Every so many
 steps the same sampler draws responses of either policy to the same held-out problems, with the same random numbers, and
 the clock stands still for it, as for imports and set-up. A run ends when it is there, or after the quickstart's number
 of steps. Each runs in a process of its own, seed by seed in turn.
@@ -129,6 +130,7 @@ def ours(course: Course, seed: int, rate: float, kl_coef: float, steps: int, min
     module = GRPO(
         policy=PolicyConfig(),
         kl_coef=kl_coef,
+        skip_zero_advantages=True,
         clip_low=CLIP_RANGE,
         clip_high=CLIP_RANGE,
         optimizer=partial(torch.optim.AdamW, lr=rate, weight_decay=0.0, fused=True),

@@ -25,15 +25,19 @@ def test_tokens_and_positions_are_those_of_the_minibatches(tiny_model, prompts_f
     class Watch(Performance):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-            seen.append((int(batch.attention_mask.sum()), batch.attention_mask.numel()))
+            lengths = batch.attention_mask.sum(1) - batch.response_mask.sum(1)
+            prompts = dict(zip(batch.prompt_index.tolist(), lengths.tolist(), strict=True))
+            needed = int(batch.response_mask.sum()) + sum(prompts.values())
+            seen.append((int(batch.attention_mask.sum()), batch.attention_mask.numel(), needed))
 
     callback = Watch()
     trainer, *_ = run(tiny_model, prompts_file, tmp_path, [callback], 1)
-    tokens, positions = (sum(values) for values in zip(*seen, strict=True))
+    tokens, positions, needed = (sum(values) for values in zip(*seen, strict=True))
     assert trainer.callback_metrics["perf/padding_share"] == pytest.approx(1 - tokens / positions)
     seconds = tokens / float(trainer.callback_metrics["perf/trained_tokens_per_second"])
     forward, backward = callback._weights
-    tflops = 2 * (forward + backward) * tokens / seconds / 1e12
+    assert needed < tokens
+    tflops = 2 * (forward + backward) * needed / seconds / 1e12
     assert float(trainer.callback_metrics["perf/tflops"]) == pytest.approx(tflops, rel=1e-4)
     assert float(trainer.callback_metrics["perf/mfu"]) == pytest.approx(tflops * 1e12 / callback.peak, rel=1e-4)
 
