@@ -316,7 +316,8 @@ class RolloutDataModule(SeededDataModule):
                     break
                 part = self._sample_round(indices, iteration)
                 sampled += part
-                keep = learner.keep_groups(self._collate(part), size).tolist()
+                rollouts = self._collate(part)
+                keep = learner.keep_groups(rollouts, size).tolist()
                 for group, kept_group in enumerate(keep):
                     (kept if kept_group else refused).extend(part[group * size : (group + 1) * size])
                 rounds += 1
@@ -328,7 +329,8 @@ class RolloutDataModule(SeededDataModule):
         self.last_rollouts = sampled
         choice = self.curriculum.metrics(iteration)  # before it learns from the iteration what is for the next one
         self.curriculum.observe(pass_rates(sampled, self.rewards.correct))
-        rollouts = self._collate(kept[: wanted * size] or refused[:size])
+        if rounds != 1 or num_kept < len(sampled):
+            rollouts = self._collate(kept[: wanted * size] or refused[:size])
         rollouts.kept[num_kept:] = False
         if not kept:  # nothing to learn from: an iteration of empty steps
             rollouts.loss_mask = torch.zeros_like(rollouts.loss_mask)
