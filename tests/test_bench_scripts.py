@@ -104,7 +104,7 @@ def test_sampling(closing):
 def test_gains(closing, monkeypatch):
     monkeypatch.setattr(importlib.import_module("machine"), "_BYTES", 1 << 22)
     found = closing("gains", *SHORT, "--max-rows", "16")
-    assert found["rungs"] == 8
+    assert found["rungs"] == 9
     assert found["speedup"] > 0
 
 

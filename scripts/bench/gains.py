@@ -34,7 +34,12 @@ from rlalign.rollouts.loader import StepPlan
 from rlalign.rollouts.prompts import iteration_order
 from rlalign.rollouts.template import render_prompt
 
-OFF = {"packed": "sampler.packed=False", "attention": "attn_implementation='sdpa'", "sharing": "share_prompts=False"}
+OFF = {
+    "packed": "sampler.packed=False",
+    "attention": "attn_implementation='sdpa'",
+    "fused": "fused_layers=False",
+    "sharing": "share_prompts=False",
+}
 """Of what has a switch; the others have a patch."""
 
 
@@ -60,7 +65,7 @@ class Work:
 
     def __init__(self, model: str, case: Case, dtype: torch.dtype, steps: int, max_rows: int) -> None:
         config: Any = AutoConfig.from_pretrained(resolve(model))
-        self.dtype, self.size = dtype, dtype.itemsize
+        self.config, self.dtype, self.size = config, dtype, dtype.itemsize
         self.layers, self.hidden, self.inner = (
             getattr(config, name) for name in ("num_hidden_layers", "hidden_size", "intermediate_size")
         )
@@ -94,14 +99,14 @@ class Work:
             self.cut.append([(rows, of_prompt) for rows in cut if len(rows)])
 
     def positions(self, iterations: list[list[tuple[np.ndarray, np.ndarray]]], shared: bool) -> float:
-        """That a step's forward passes compute, padding and all."""
+        """That a step's forward passes compute: padding and all, or laid flat with each prompt once."""
         total = 0
         for minibatches in iterations:
             for rows, of_prompt in minibatches:
-                before, after, prompts = of_prompt[rows].max(), self.lengths[rows].max(), len(set(rows // GROUP))
+                before, after = of_prompt[rows].max(), self.lengths[rows].max()
                 whole = len(rows) * (before + after)
-                pays = (len(rows) - prompts) * before * 10 >= whole
-                total += prompts * before + len(rows) * (after - 1) if shared and pays else whole
+                flat = int(of_prompt[np.unique(rows // GROUP) * GROUP].sum() + (self.lengths[rows] - 1).sum())
+                total += flat if shared and flat * 10 <= whole * 9 else whole
         return total / len(iterations)
 
     @property
@@ -141,6 +146,7 @@ class Machine:
         self.bandwidth, self.fault = machine.bandwidth(), machine.fault_seconds()
         shape = (GROUP, work.width, work.heads, work.keys, work.head_dim)
         self.attention = machine.attention_seconds(*shape, work.dtype)
+        self.layer = machine.layer_seconds(work.config, GROUP, work.width, work.dtype)
 
     def __str__(self) -> str:
         peaks = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in self.peaks.items())
@@ -148,7 +154,8 @@ class Machine:
             f"GFLOP/s of a large product: {peaks}; in the update's shapes {self.flops / 1e9:.0f}, in the sampler's "
             f"{self.decode_flops / 1e9:.0f}; memory {self.bandwidth / 1e9:.1f} GB/s; a new page "
             f"{self.fault * 1e6:.2f} us; attention, a layer and minibatch: sdpa {self.attention[0] * 1e3:.1f} ms, "
-            f"grouped {self.attention[1] * 1e3:.1f} ms"
+            f"grouped {self.attention[1] * 1e3:.1f} ms; a layer: {self.layer[0] * 1e3:.1f} ms, with fused parts "
+            f"{self.layer[1] * 1e3:.1f} ms"
         )
 
     def decode_seconds(self, work: Work, rows: Sequence[int]) -> float:
@@ -188,13 +195,21 @@ def attention(work: Work, can: Machine, before: Side) -> Saving:
     return Saving(why, update=calls * (slow - fast))
 
 
+def fused(work: Work, can: Machine, before: Side) -> Saving:
+    """A layer with fused parts instead of one without, for each layer and minibatch."""
+    calls = work.layers * work.num_minibatches
+    slow, fast = can.layer
+    why = f"{calls} layers forward and backward, {slow * 1e3:.1f} ms each become {fast * 1e3:.1f} ms"
+    return Saving(why, update=calls * (slow - fast))
+
+
 def _fewer_positions(work: Work, can: Machine, before: float, after: float) -> Saving:
     why = f"{before:,.0f} positions become {after:,.0f}, {1 - after / before:.0%} of the products with weights less"
     return Saving(why, update=6 * work.body * (before - after) / can.flops)
 
 
 def sharing(work: Work, can: Machine, before: Side) -> Saving:
-    """Prompts that rows share are computed once."""
+    """Prompts that rows share are computed once, and no padding."""
     return _fewer_positions(work, can, *(work.positions(work.in_order, shared) for shared in (False, True)))
 
 
@@ -224,7 +239,8 @@ RUNGS: dict[str, tuple[str, Predict]] = {
     "packed": ("weights laid out for sampling", packed),
     "retiring": ("rows leave and come at any time", retiring),
     "attention": ("grouped attention in the update", attention),
-    "sharing": ("shared prompts", sharing),
+    "fused": ("fused parts of layers", fused),
+    "sharing": ("shared prompts, no padding", sharing),
     "cutting": ("minibatches cut by cost", cutting),
     "head": ("a head with its own gradient", head),
     "memory": ("freed memory is kept", memory),

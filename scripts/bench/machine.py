@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import torch
 from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rlalign.models.attention import grouped_attention
+from rlalign.models.attention import GROUPED, grouped_attention
+from rlalign.models.fused import fuse
 
 _BYTES = 1 << 28  # more than caches hold
 
@@ -64,3 +66,20 @@ def attention_seconds(
         attend(module, query, key, value, mask, scaling=size**-0.5)[0].sum().backward()
 
     return seconds(lambda: call(sdpa_attention_forward)), seconds(lambda: call(grouped_attention))
+
+
+def layer_seconds(config: PretrainedConfig, rows: int, length: int, dtype: torch.dtype) -> tuple[float, float]:
+    """A layer of a model forward and backward, as transformers has it, and with fused parts."""
+    config = type(config)(**{**config.to_dict(), "num_hidden_layers": 1, "vocab_size": 64})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=GROUPED).eval()
+    ids = torch.randint(0, 64, (rows, length))
+
+    def call() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        states.sum().backward()
+
+    plain = seconds(call)
+    if not fuse(model):
+        return plain, plain
+    return plain, seconds(call)

@@ -23,6 +23,7 @@ from rlalign.rollouts.loader import StepPlan
 SWITCHES = {
     "packed": ("data.init_args.sampler.init_args.packed", False),
     "attention": ("model.init_args.policy.attn_implementation", "sdpa"),
+    "fused": ("model.init_args.policy.fused_layers", False),
     "sharing": ("model.init_args.policy.share_prompts", False),
 }
 """What a configuration can turn off: the option, and its plain value."""
