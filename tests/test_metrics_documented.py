@@ -100,6 +100,7 @@ def logged(tiny_model: str, tmp_path: Path) -> set[str]:
         ("easy_to_hard", GRPO, [], {"curriculum": EasyToHard("level", iterations=2)}),
         ("levels", GRPO, [], {"curriculum": GrowingLevels()}),
         ("composed", GRPO, [], composed),
+        ("skipping", GRPO, [], {"kl_coef": 0.0, "skip_zero_advantages": True}),
     ):
         module, data, runner = make_run(
             tiny_model, str(prompts), algorithm, trainer(name, *callbacks), **settings, **options

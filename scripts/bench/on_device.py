@@ -170,7 +170,8 @@ def _autocast(here: Here, bf16: bool) -> Any:
 @torch.no_grad()
 def _sampled_and_scored(here: Here, packed: bool, bf16: bool) -> tuple[Any, Any, Any]:
     """Log-probabilities of sampled tokens by the sampler and by the policy, and which are tokens."""
-    from rlalign.rollouts.batch import _pad
+    from torch.nn.utils.rnn import pad_sequence
+
     from rlalign.rollouts.sampling.base import SamplingParams
     from rlalign.rollouts.sampling.local import LocalSampler
 
@@ -181,13 +182,11 @@ def _sampled_and_scored(here: Here, packed: bool, bf16: bool) -> tuple[Any, Any,
     sampler.sync(policy)
     with _autocast(here, bf16):
         drawn = sampler.sample(requests, SamplingParams(max_new_tokens=24))
-        width = max(len(request.prompt_ids) for request in requests)
-        prompts = _pad([torch.tensor(request.prompt_ids) for request in requests], width, left=True, fill=0)
-        real = _pad([torch.ones(len(request.prompt_ids)) for request in requests], width, left=True, fill=0).bool()
-        longest = max(len(completion.token_ids) for completion in drawn)
-        tokens = _pad([torch.tensor(completion.token_ids) for completion in drawn], longest, left=False, fill=0)
-        mask = torch.arange(longest) < torch.tensor([[len(completion.token_ids)] for completion in drawn])
-        sampled = _pad([torch.tensor(completion.logprobs) for completion in drawn], longest, left=False, fill=0.0)
+        prompts = pad_sequence([torch.tensor(request.prompt_ids) for request in requests], True, 0, "left")
+        real = pad_sequence([torch.ones(len(request.prompt_ids)) for request in requests], True, 0, "left").bool()
+        tokens = pad_sequence([torch.tensor(completion.token_ids) for completion in drawn], True)
+        mask = torch.arange(tokens.shape[1]) < torch.tensor([[len(completion.token_ids)] for completion in drawn])
+        sampled = pad_sequence([torch.tensor(completion.logprobs) for completion in drawn], True)
         batch = [torch.cat([prompts, tokens], 1), torch.cat([real, mask], 1), mask]
         scored = policy(*(part.to(here.device) for part in batch)).logprobs.cpu()
     return sampled, scored, mask
