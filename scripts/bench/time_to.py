@@ -5,10 +5,10 @@ usage: time_to.py [--target 0.9] [--seeds 3] [--rates 5e-4 1.67e-4 1.5e-3] [--kl
 
 Both train the embedded model in float32 with the quickstart's prompts, reward, sizes, clipping, optimizer and schedule;
 TRL samples all responses of a step at once, without logging, saving or checkpointing of activations; ours leaves out
-responses whose advantage is 0, which changes no weight. Every so many
-steps the same sampler draws responses of either policy to the same held-out problems, with the same random numbers, and
-the clock stands still for it, as for imports and set-up. A run ends when it is there, or after the quickstart's number
-of steps. Each runs in a process of its own, seed by seed in turn.
+responses whose advantage is 0, which changes no weight. Every so many steps the same sampler draws responses of either
+policy to the same held-out problems, with the same random numbers, and the clock stands still for it, as for imports
+and set-up. A run ends when it is there, or after the quickstart's number of steps. Each runs in a process of its own,
+seed by seed in turn.
 
 Prints ``curve SECONDS PASS@1`` lines, and closes with ``ours S theirs T ratio R``: medians over the seeds, TRL's at its
 best rate, and ours over theirs. Needs the extra ``bench``.
