@@ -86,7 +86,6 @@ class RolloutModule(PolicyModule, ABC):
     served_by: ClassVar[type[LightningDataModule]] = RolloutDataModule
     max_rounds: int = 1
     rows_together: int = 1
-    skips_zero_advantages: bool = False
     partial_batch: Literal["keep", "fill"] = "keep"
 
     def __init__(
@@ -118,6 +117,11 @@ class RolloutModule(PolicyModule, ABC):
             rank_zero_warn(
                 "kl_to=old does nothing with one step an iteration: the policy is the old one. Lower step_size."
             )
+
+    @property
+    def skips_zero_advantages(self) -> bool:
+        """Whether responses whose advantages are all 0 are left out of the minibatches."""
+        return False
 
     # ---- from rollouts to a batch to learn from ----------------------------------------------------------------------
 

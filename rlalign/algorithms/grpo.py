@@ -75,7 +75,7 @@ class GRPO(RolloutModule):
         self.needs_reference = kl_coef > 0 and kl_to == "reference"
 
     @property
-    def skips_zero_advantages(self) -> bool:  # type: ignore[override]
+    def skips_zero_advantages(self) -> bool:
         """Whether the loss is that of the advantages alone, and the user wants to make use of it."""
         return self.skip_zero_advantages and not (self.kl_coef and self.kl_in_loss) and not self.entropy_coef
 

@@ -229,12 +229,16 @@ def _sharing_apart(here: Here) -> float:
 
 def _cut_apart(here: Here) -> float:
     """How far two SGD steps are apart that differ in how they are cut into minibatches, over how far they go."""
+    import lightning
+    from ours import prepare
+
     start = torch.cat([p.detach().flatten().cpu() for p in _policy(here, "embedded")[0].model.parameters()])
     ends = []
     for rows in (8, 2):
-        trainer, module, data = parts(
-            here, "embedded", "fp32", rows=rows, prompts=2, group=4, tokens=12, steps=1, sgd=True
-        )
+        how: dict[str, Any] = {"prompts": 2, "group": 4, "device": here.device, "forced": False, "sgd": True}
+        lightning.seed_everything(0, verbose=False)
+        options = [f"minibatch_size={rows}"]
+        trainer, module, data = prepare("embedded", workload.Case("", 12), 1, "fp32", options, **how)
         trainer.fit(module, data)
         ends.append(torch.cat([p.detach().flatten().cpu() for p in module.policy.model.parameters()]))
     went = (ends[0] - start).norm()
@@ -258,83 +262,10 @@ def correctness(here: Here) -> Iterator[Row]:
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-def parts(
-    here: Here,
-    model: str,
-    dtype: str,
-    rows: int,
-    prompts: int,
-    group: int,
-    tokens: int,
-    steps: int,
-    sgd: bool = False,
-    callbacks: tuple[Any, ...] = (),
-    forced: bool = False,
-    **policy: Any,
-) -> tuple[Any, Any, Any]:
-    """Trainer, module and data of a run of GRPO.
-
-    Args:
-        here: Where.
-        model: Folder, or ``embedded``.
-        dtype: ``bf16`` or ``fp32``.
-        rows: Of a forward and backward pass.
-        prompts: Of a step.
-        group: Responses of each.
-        tokens: Of the longest response.
-        steps: Iterations of one optimizer step.
-        sgd: Plain gradient descent, where AdamW would hide small differences.
-        callbacks: Of the trainer.
-        forced: All responses are as long as the longest.
-        policy: Options of it.
-    """
-    import lightning
-    from forced import ToLength
-    from ours import Questions
-
-    from rlalign.algorithms.grpo import GRPO
-    from rlalign.models.policy import PolicyConfig
-    from rlalign.rollouts.datamodule import RolloutDataModule
-    from rlalign.rollouts.sampling.base import SamplingParams
-
-    lightning.seed_everything(0, verbose=False)
-    work = workload.Case("", tokens)
-    asked = [{"prompt": [{"role": "user", "content": text}]} for text in workload.questions(prompts * steps * 2, work)]
-    data = RolloutDataModule(
-        Questions(asked),
-        {"score": lambda example, response: workload.score(str(response))},
-        sampling=SamplingParams(max_new_tokens=tokens),
-        sampler=ToLength(work) if forced else None,
-        prompts_per_iteration=prompts,
-        group_size=group,
-        minibatch_size=rows,
-        seed=0,
-    )
-    adam = partial(torch.optim.AdamW, lr=1e-6, weight_decay=0.0, fused=True)
-    module = GRPO(
-        policy=PolicyConfig(model, **policy),
-        kl_coef=0.0,
-        reduction="token",
-        optimizer=partial(torch.optim.SGD, lr=0.1) if sgd else adam,
-    )
-    trainer = lightning.Trainer(
-        accelerator=here.device,
-        devices=1,
-        precision="bf16-mixed" if dtype == "bf16" else "32-true",
-        max_epochs=steps,
-        accumulate_grad_batches=prompts * group // rows,
-        gradient_clip_val=None if sgd else 1.0,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    return trainer, module, data
-
-
 def step(here: Here, **policy: Any) -> Iterator[Row]:
     """Whole steps of GRPO in bf16-mixed; the first one does not count."""
+    from ours import prepare
+
     from rlalign.callbacks.performance import Performance
 
     seen: list[dict[str, float]] = []
@@ -348,19 +279,9 @@ def step(here: Here, **policy: Any) -> Iterator[Row]:
             return seen[-1]
 
     size = here.size
-    trainer, module, data = parts(
-        here,
-        here.model,
-        "bf16",
-        rows=size.rows,
-        prompts=size.prompts,
-        group=size.group,
-        tokens=size.tokens,
-        steps=size.steps,
-        callbacks=(Kept(),),
-        forced=True,
-        **policy,
-    )
+    options = [f"minibatch_size={size.rows}", *(f"{name}={value!r}" for name, value in policy.items())]
+    how = {"prompts": size.prompts, "group": size.group, "device": here.device, "callbacks": [Kept()]}
+    trainer, module, data = prepare(here.model, size.case, size.steps, "bf16", options, **how)
     trainer.fit(module, data)
     of = {name: statistics.median(figures[name] for figures in seen[1:]) for name in seen[0]}
     sampling = of["sample_share"] * of["iteration_seconds"]

@@ -19,6 +19,7 @@ from rlalign.algorithms.grpo import GRPO
 from rlalign.models.policy import PolicyConfig
 from rlalign.rollouts.datamodule import RolloutDataModule
 from rlalign.rollouts.sampling.base import SamplingParams
+from rlalign.rollouts.sampling.local import LocalSampler
 from rlalign.rollouts.sources import PromptSource
 
 
@@ -55,6 +56,10 @@ def prepare(
     options: Sequence[str] = (),
     prompts: int = PROMPTS,
     callbacks: Sequence[Callback] = (),
+    group: int = GROUP,
+    device: str = DEVICE,
+    forced: bool = True,
+    sgd: bool = False,
 ) -> tuple[Trainer, GRPO, RolloutDataModule]:
     """What ``fit`` takes.
 
@@ -66,37 +71,42 @@ def prepare(
         options: NAME=VALUE of the policy, ``sampler.NAME=VALUE``, and ``minibatch_size=NUMBER``.
         prompts: Of each iteration.
         callbacks: Of the trainer.
+        group: Responses of each prompt.
+        device: ``cpu`` or ``cuda``.
+        forced: Responses are as long as the work says, instead of ending by themselves.
+        sgd: Plain gradient descent, where AdamW would hide small differences.
     """
     chosen: dict[str, Any] = {"minibatch_size": GROUP}
     chosen |= {name: eval(value) for name, value in (option.split("=") for option in options)}  # a developer's own
     minibatch = chosen.pop("minibatch_size")
     sampler = {name.removeprefix("sampler."): chosen.pop(name) for name in list(chosen) if name.startswith("sampler.")}
-    step_size = prompts * GROUP // work.updates
+    step_size = prompts * group // work.updates
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in questions(prompts * steps * 2, work)]
     data = RolloutDataModule(
         Questions(rows),
         {"score": lambda example, response: score(str(response))},
         sampling=SamplingParams(max_new_tokens=work.max_tokens),
-        sampler=ToLength(work, **sampler),
+        sampler=ToLength(work, **sampler) if forced else LocalSampler(**sampler),
         prompts_per_iteration=prompts,
-        group_size=GROUP,
+        group_size=group,
         step_size=step_size,
         minibatch_size=min(minibatch, step_size),
         seed=0,
     )
+    adam = partial(torch.optim.AdamW, lr=1e-6, weight_decay=0.0, fused=True)
     module = GRPO(
         policy=PolicyConfig(model, **chosen),
         kl_coef=0.0,
         reduction="token",
-        optimizer=partial(torch.optim.AdamW, lr=1e-6, weight_decay=0.0, fused=True),
+        optimizer=partial(torch.optim.SGD, lr=0.1) if sgd else adam,
     )
     trainer = Trainer(
-        accelerator=DEVICE,
+        accelerator=device,
         devices=1,
         precision="bf16-mixed" if dtype == "bf16" else "32-true",
         max_epochs=steps,
         accumulate_grad_batches=step_size // min(minibatch, step_size),
-        gradient_clip_val=1.0,
+        gradient_clip_val=None if sgd else 1.0,
         callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,

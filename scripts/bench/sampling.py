@@ -57,6 +57,17 @@ class VLLMPeer:
         return self.read("ready", "done")
 
 
+def take_turns(contenders: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Median seconds of each, A B A B; one more round, the first, does not count."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, run in contenders.items():
+            seconds = run()
+            if number:
+                times[name].append(seconds)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
 def main() -> None:
     """Time them in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -102,19 +113,13 @@ def main() -> None:
         run()
         return time.perf_counter() - began
 
-    contenders = {"generate": lambda: timed(generate), "rlalign": lambda: timed(ours)}
+    contenders: dict[str, Callable[[], float]] = {"generate": lambda: timed(generate), "rlalign": lambda: timed(ours)}
     if options.vllm_python:
         arguments = [options.model, options.case, str(options.rounds), options.dtype]
         arguments += ["--eager"] if options.vllm_eager else []
         contenders["vllm"] = VLLMPeer(options.vllm_python, *arguments, threads=options.threads).turn
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(options.rounds + 1):
-        for name, run in contenders.items():
-            seconds = run()
-            if number:  # the first round does not count
-                times[name].append(seconds)
+    medians = take_turns(contenders, options.rounds)
     print(f"case {options.case}: {case.text}; {options.dtype}; {options.threads} threads; {tokens} tokens")
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     for name, seconds in medians.items():
         print(f"{name}: {seconds:.2f} s, {tokens / seconds:.0f} tokens/s")
     print(f"ratio {medians['generate'] / medians['rlalign']:.2f}")

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from rlalign.models.fused import fuse, gated, rms_norm, rotated
 from rlalign.models.policy import Policy, PolicyConfig, load_model
 from rlalign.models.scalar import load_classifier
+from rlalign.models.scoring import can_lay_flat
 
 
 def random(*shape: int, seed: int = 0):
@@ -124,6 +125,19 @@ def test_a_model_that_would_say_something_else_stays_as_it_is(tiny_model, monkey
     monkeypatch.setattr("rlalign.models.fused.gated", lambda gate, up: gate * up)
     assert not fuse(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_with_another_signature_stays_as_it_is(tiny_model, monkeypatch):
+    model = load_model(PolicyConfig(tiny_model, fused_layers=False))
+    monkeypatch.setattr("rlalign.models.fused._mlp_forward", lambda self, x, gate: x)
+    assert not fuse(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_without_weights_nothing_is_compared(tiny_model):
+    model = load_model(PolicyConfig(tiny_model, fused_layers=False)).to("meta")
+    assert not fuse(model)
+    assert not can_lay_flat(model)
 
 
 def test_they_can_be_left_out(tiny_model):
