@@ -71,7 +71,7 @@ def scoring(facts: Facts) -> str | None:
 def padding(facts: Facts) -> str | None:
     """A fifth of the positions or more is padding."""
     share = facts.figures.get("perf/padding_share", 0.0)
-    if share < 0.2:
+    if share < 0.2 or facts.leaves_out_padding:
         return None
     how = "data.packing=true puts several demonstrations into a row" if facts.can_pack else ""
     how = how or "smaller minibatches (a larger trainer.accumulate_grad_batches) have rows of similar lengths"

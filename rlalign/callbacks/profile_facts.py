@@ -55,6 +55,8 @@ class Facts:
     """Whether the optimizer is fused, or has no such form."""
     can_pack: bool = False
     """Whether the data module could pack rows, and does not."""
+    leaves_out_padding: bool = False
+    """Whether the policy computes minibatches without their padding."""
     validates_every: int | None = None
     """Iterations from one validation to the next."""
 
@@ -126,6 +128,7 @@ def facts_of(
         needs_reference=bool(getattr(module, "needs_reference", False)),
         fused=not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or bool(optimizer.defaults.get("fused")),
         can_pack=getattr(data, "packing", True) is False,
+        leaves_out_padding=bool(getattr(module, "shares_prompts", False)) and not hasattr(data, "packing"),
         validates_every=(trainer.check_val_every_n_epoch or 1) if trainer.enable_validation else None,
     )
 

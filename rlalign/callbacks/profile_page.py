@@ -74,7 +74,11 @@ def _speed(facts: Facts) -> list[tuple[str, str]]:
     if "perf/trained_tokens_per_second" in figures:
         shown += [
             ("tokens trained", f"{figures['perf/trained_tokens_per_second']:,.0f} a second of the update"),
-            ("padding share", f"{figures['perf/padding_share']:.1%} of the update's positions"),
+            (
+                "padding share",
+                f"{figures['perf/padding_share']:.1%} of the minibatches' positions"
+                + (", which the policy leaves out" if facts.leaves_out_padding else ""),
+            ),
             ("MFU of the update", f"{figures['perf/mfu']:.1%}: {figures['perf/tflops']:.3g} TFLOP/s"),
         ]
     shown.append(("measured peak", f"{facts.peak / 1e12:.3g} TFLOP/s, a product of two matrices"))

@@ -101,6 +101,7 @@ def test_scoring_for_what_it_is():
 
 def test_padding():
     assert "smaller minibatches" in said(figures=FINE | {"perf/padding_share": 0.25})
+    assert "padding" not in said(figures=FINE | {"perf/padding_share": 0.25}, leaves_out_padding=True)
     assert "25% of the positions" in said(figures=FINE | {"perf/padding_share": 0.25}, can_pack=True)
     assert "data.packing=true" in said(figures=FINE | {"perf/padding_share": 0.25}, can_pack=True)
 
