@@ -142,13 +142,15 @@ class FlatRows:
 
         Args:
             attend: Of queries ``[b, H, Q, D]``, keys and values ``[b, G, S, D]`` and a mask, causal without one.
-            states: Queries, keys and values, ``[1, H or G, N, D]``.
+            states: Queries, keys and values, ``[1, H or G, N, D]``. There may be more tokens than those of the rows:
+                they attend to nothing.
 
         Returns:
             ``[1, N, H, D]``.
         """
         sizes = [int(block.lengths.sum()) for block in self.blocks]
-        pieces = zip(*(x.squeeze(0).transpose(0, 1).split(sizes) for x in states), strict=True)
+        filling = states[0].shape[2] - sum(sizes)
+        pieces = zip(*(x.squeeze(0).transpose(0, 1).split([*sizes, filling])[:-1] for x in states), strict=True)
         found: list[Tensor] = []
         of_prompts: list[Tensor] = []
         for block, piece in zip(self.blocks, pieces, strict=True):
@@ -159,6 +161,8 @@ class FlatRows:
                 prompts = block.prompts
                 seen = [torch.cat([x.index_select(0, prompts), y], 2) for x, y in zip(of_prompts, seen, strict=True)]
             found.append(block.taken(attend(queries, *seen, block.seen)[0]))
+        if filling:
+            found.append(found[0].new_zeros(filling, *found[0].shape[1:]))
         return torch.cat(found).unsqueeze(0), None
 
 

@@ -2,7 +2,8 @@
 
 Modules of transformers are made for training: a step of a few dozen tokens spends most of its time around the matrix
 products. Here the projections that read the same input are one product, a CPU's weights are in the order that its
-kernels read, the cache is written in place, and a prompt is computed once for all of its samples.
+kernels read, the cache is written in place (:class:`~rlalign.models.row_cache.RowCache`), and a prompt is computed once
+for all of its samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,18 +16,17 @@ from transformers import PreTrainedModel
 
 from rlalign.models.kind import OtherKind, check_kind, norm_eps
 from rlalign.models.merged import merged_weight
+from rlalign.models.row_cache import RowCache
 from rlalign.models.scoring import adjust_logits, at_least_float32
-
-_BLOCK = 64  # positions by which the cache grows, at least
 
 Product = Callable[[Tensor], Tensor]
 
 
 class Norm(NamedTuple):
-    """Root mean square normalisation."""
+    """Root mean square normalisation: the weight times the root of its size, and that of the size times epsilon."""
 
     weight: Tensor
-    eps: float
+    least: Tensor
 
 
 class _Layer(NamedTuple):
@@ -53,9 +53,6 @@ class PackedDecoder:
 
     Raises:
         OtherKind: If the model is not of this kind.
-
-    Attributes:
-        positions: Tokens that are in the cache, of each row, ``[R]``.
     """
 
     compacts_at = 0.0
@@ -78,31 +75,32 @@ class PackedDecoder:
         self.norm = _norm(body.norm)
         self.head = self._pack(model.get_output_embeddings())
         self.layers = [self._layer(layer) for layer in body.layers]
-        self.positions = torch.zeros(0, dtype=torch.long, device=self.device)
-        self.longest = 0
-        """At least the largest of ``positions``."""
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        like = torch.zeros(0, dtype=dtype, device=self.device)
+        self.cache = RowCache(len(self.layers), self.num_keys, self.head_dim, self.scaling, like)
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
         return _Layer(
             _norm(layer.input_layernorm),
-            self._pack(attention.q_proj, attention.k_proj, attention.v_proj),
-            None if query_norm is None else _norm(query_norm),
-            None if key_norm is None else _norm(key_norm),
+            self._pack(attention.q_proj, attention.k_proj, attention.v_proj, turned=2),
+            None if query_norm is None else _norm(query_norm, turned=True),
+            None if key_norm is None else _norm(key_norm, turned=True),
             self._pack(attention.o_proj),
             _norm(layer.post_attention_layernorm),
             self._pack(mlp.gate_proj, mlp.up_proj),
             self._pack(mlp.down_proj),
         )
 
-    def _pack(self, *modules: Any) -> Product:
-        """One product for modules that read the same input."""
+    def _pack(self, *modules: Any, turned: int = 0) -> Product:
+        """One product for modules that read the same input; what the first ones write will be turned."""
         parts = [_weight_and_bias(module) for module in modules]
-        weight = torch.cat([weight for weight, _ in parts]).to(self.dtype)
+        weights = [weight for weight, _ in parts]
         biases = [bias for _, bias in parts if bias is not None]
+        weights, biases = (
+            [_paired(x, self.head_dim) for x in several[:turned]] + several[turned:] for several in (weights, biases)
+        )
+        weight = torch.cat(weights).to(self.dtype)
         if biases and len(biases) < len(parts):
             raise OtherKind("some of its projections have a bias, others of the same input have none")
         bias = torch.cat(biases).to(self.dtype) if biases else None
@@ -111,118 +109,65 @@ class PackedDecoder:
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return len(self.cache)
 
     def admit(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
         """Compute prompts, each once, for rows behind those that there are: see :class:`Decoder`."""
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        width = max(map(len, prompts))
+        width, counted = max(map(len, prompts)), torch.tensor(counts, device=self.device)
         ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=self.device)
-        prompt_of_row = torch.arange(len(prompts), device=self.device).repeat_interleave(
-            torch.tensor(counts, device=self.device)
-        )
-        first, total = len(self), len(self) + len(prompt_of_row)
-        self._reserve(total, max(width, self.longest) + 1)
+        self.cache.expect_rows([len(prompt) for prompt in prompts], counts)
 
-        def attend(number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            # Padding is on the right, where no real token looks; later tokens are written over it.
-            for cache, new in ((self._keys, keys), (self._values, values)):
-                cache[number][first:total, :, :width] = new[prompt_of_row]
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+            self.cache.write_prompts(layer, keys, values)
             grouped = {"is_causal": True, "enable_gqa": self.num_keys != self.num_heads, "scale": self.scaling}
-            return scaled_dot_product_attention(queries, keys, values, **grouped)
+            return scaled_dot_product_attention(queries.transpose(1, 2), keys, values, **grouped).transpose(1, 2)
 
-        columns = torch.arange(width, device=self.device).expand(len(prompts), -1)
-        states = self._states(ids, columns, attend)
-        self.positions = torch.cat([self.positions, lengths[prompt_of_row]])
-        self.longest = max(self.longest, width)
-        last = states[torch.arange(len(prompts), device=self.device), lengths - 1]
-        return self._logits(last)[prompt_of_row]
+        # Padding is on the right, where no real token looks.
+        states = self._states(ids, torch.arange(width, device=self.device).expand(len(prompts), -1), attend)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        return self._logits(states[torch.arange(len(prompts), device=self.device), last]).repeat_interleave(counted, 0)
 
     def step(self, tokens: Tensor) -> Tensor:
         """Take one more token for each row, ``[R]``; the logits of the one after it, ``[R, V]``."""
-        size = self.longest + 1
-        self._reserve(len(self), size)
-        rows, positions = torch.arange(len(self), device=self.device), self.positions
-        seen = torch.arange(size, device=self.device) <= positions.unsqueeze(1)
-        share = self.num_heads // self.num_keys
-        bias = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, float("-inf"))
-        bias = bias[:, None, None].expand(-1, 1, share, -1)
-
-        def attend(number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            for cache, new in ((self._keys, keys), (self._values, values)):
-                cache[number][rows, :, positions] = new.squeeze(2)
-            # The queries that share a key are one block: on a CPU this is several times faster than one each.
-            blocks = queries.reshape(len(rows), self.num_keys, share, self.head_dim)
-            seen_keys, seen_values = (c[number][: len(rows), :, :size] for c in (self._keys, self._values))
-            found = scaled_dot_product_attention(blocks, seen_keys, seen_values, attn_mask=bias, scale=self.scaling)
-            return found.reshape(queries.shape)
-
-        states = self._states(tokens.unsqueeze(1), positions.unsqueeze(1), attend)
-        self.positions = positions + 1
-        self.longest = size
-        return self._logits(states[:, 0])
+        positions = self.cache.positions
+        self.cache.expect_tokens()
+        return self._logits(self._states(tokens, positions, self.cache.attend))
 
     def keep(self, rows: Tensor) -> Tensor:
-        """Leave out all rows but these (sorted), moving as few as possible; their new order, as numbers of old rows."""
-        count = len(rows)
-        moved = rows[rows >= count]
-        free = torch.ones(count, dtype=torch.bool, device=self.device)
-        free[rows[rows < count]] = False
-        places = free.nonzero().squeeze(1)
-        order = torch.arange(count, device=self.device)
-        order[places] = moved
-        if len(moved):
-            for cache in (*self._keys, *self._values):
-                cache[places] = cache[moved]
-        self.positions = self.positions[order]
-        self.longest = int(self.positions.max()) if count else 0
-        return order
-
-    def _reserve(self, rows: int, size: int) -> None:
-        """Have room for so many rows and positions."""
-        shape = (self._keys[0].shape[0], self._keys[0].shape[2]) if self._keys else (0, 0)
-        if rows <= shape[0] and size <= shape[1]:
-            return
-        size = shape[1] if size <= shape[1] else max(size + _BLOCK, shape[1] * 5 // 4)
-        rows = max(rows, shape[0])
-        for caches in (self._keys, self._values):
-            for number in range(len(self.layers)):
-                new = torch.zeros(rows, self.num_keys, size, self.head_dim, dtype=self.dtype, device=self.device)
-                if shape[0]:
-                    new[: len(self), :, : self.longest] = caches[number][: len(self), :, : self.longest]
-                    caches[number] = new
-                else:
-                    caches.append(new)
+        """Leave out all rows but these (sorted); the order in which they are now, as their old numbers."""
+        return self.cache.keep(rows)
 
     # ---- the model ---------------------------------------------------------------------------------------------------
 
     def _states(self, ids: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """Last hidden states ``[n, L, H]`` of tokens ``[n, L]`` at these positions, before the last norm."""
+        """Last hidden states ``[..., H]`` of tokens ``[...]`` at these positions, before the last norm."""
         residual = self.embedding[ids].to(self.wide)
-        cos, sin = (part.unsqueeze(1) for part in self.rotary(residual, positions))
         half = self.head_dim // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)  # of numbers that are rolled, not negated
-        kinds = (self.num_heads, self.num_keys, self.num_keys)
+        cos, sin = (x[..., :half].reshape(*ids.shape, 1, half) for x in self.rotary(residual, positions.reshape(1, -1)))
+        turn = torch.complex(cos, sin)
+        turned, heads = self.num_heads + self.num_keys, self.num_heads + 2 * self.num_keys
         for number, layer in enumerate(self.layers):
             mixed = layer.queries_keys_values(self._normed(residual, layer.before_attention))
-            heads = mixed.unflatten(-1, (sum(kinds), self.head_dim)).transpose(1, 2)
-            queries, keys, values = heads.split(kinds, dim=1)
+            mixed = mixed.view(*ids.shape, heads, self.head_dim)
+            moving, values = mixed[..., :turned, :], mixed[..., turned:, :]
             if layer.query_norm is not None and layer.key_norm is not None:
-                turned = torch.cat([self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)], 1)
-            else:
-                turned = heads[:, : sum(kinds[:2])]
-            turned = turned.to(self.wide)
-            turned = torch.addcmul(turned * cos, turned.roll(half, -1), sin).to(self.dtype)
-            found = attend(number, *turned.split(kinds[:2], dim=1), values)
-            residual = residual + layer.attention_out(found.transpose(1, 2).flatten(2))
+                queries, keys = moving.split([self.num_heads, self.num_keys], -2)
+                moving = torch.cat([self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)], -2)
+            # The two numbers that turn together lie side by side, as a complex one.
+            pairs = torch.view_as_complex(moving.to(self.wide).unflatten(-1, (half, 2)))
+            moving = torch.view_as_real(pairs * turn).flatten(-2).to(self.dtype)
+            found = attend(number, moving[..., : self.num_heads, :], moving[..., self.num_heads :, :], values)
+            residual = residual + layer.attention_out(found.flatten(-2))
             gate, up = layer.gate_and_up(self._normed(residual, layer.before_mlp)).chunk(2, -1)
             residual = residual + layer.down(self.activation(gate) * up)
         return residual
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        # x / sqrt(mean(x^2) + eps) = sqrt(H) x / hypot(|x|, sqrt(H eps)); sqrt(H) is in the weight.
         x = x.to(self.wide)
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
-        return (x * (mean_square + norm.eps).rsqrt() * norm.weight).to(self.dtype)
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.mul(x, norm.weight).div_(torch.hypot(size, norm.least)).to(self.dtype)
 
     def _logits(self, states: Tensor) -> Tensor:
         return at_least_float32(adjust_logits(self.head(self._normed(states, self.norm)), self.config))
@@ -241,8 +186,16 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Product:
 _ROWS = 32  # that the layout of a weight is made for; it holds for any number
 
 
-def _norm(module: Any) -> Norm:
-    return Norm(at_least_float32(module.weight.detach()), norm_eps(module))
+def _norm(module: Any, turned: bool = False) -> Norm:
+    weight = at_least_float32(module.weight.detach())
+    size = len(weight)
+    weight = _paired(weight, size) if turned else weight
+    return Norm(weight * size**0.5, weight.new_tensor((size * norm_eps(module)) ** 0.5))
+
+
+def _paired(x: Tensor, size: int) -> Tensor:
+    """The rows of heads of this size such that the two that turn together, half a head apart, are next to each other."""
+    return x.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None]:
