@@ -194,7 +194,7 @@ def _norm(module: Any, turned: bool = False) -> Norm:
 
 
 def _paired(x: Tensor, size: int) -> Tensor:
-    """The rows of heads of this size such that the two that turn together, half a head apart, are next to each other."""
+    """Rows of heads of this size, in an order that has the two that turn together side by side."""
     return x.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)
 
 
