@@ -123,6 +123,7 @@ def ours(course: Course, seed: int, rate: float, kl_coef: float, steps: int, min
         {"correct": ExactMatch()},
         val=DATA["val"],
         sampling=SAMPLING,
+        sampler=LocalSampler(**DATA["sampler"]["init_args"]),
         prompts_per_iteration=DATA["prompts_per_iteration"],
         group_size=DATA["group_size"],
         seed=seed,
