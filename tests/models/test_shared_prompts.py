@@ -62,6 +62,25 @@ def test_each_distinct_prompt_is_computed_once_and_no_padding(tiny_model):
     assert [block.longest for block in rows.blocks] == [9, 5, 2]  # prompts, then responses: none is half as long
 
 
+@pytest.mark.parametrize("kernel", ["products", "sdpa"])
+def test_tokens_that_fill_up_to_a_round_number_change_nothing(tiny_model, kernel, monkeypatch):
+    model = load_model(PolicyConfig(tiny_model))
+    ids, attention, response = grouped(7)
+    if kernel == "sdpa":
+        monkeypatch.setattr("rlalign.models.attention._MOST_SCORES", 0)
+    tokens, found = [], []
+    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: tokens.append(inputs[0].shape[1]))
+    for many in (512, 1):
+        monkeypatch.setattr("rlalign.models.scoring._MANY", many)
+        logprobs = token_scores(model, ids, attention, response, share_prompts=True).logprobs
+        found.append((logprobs, gradients(model, logprobs.square().sum())))
+    assert tokens[0] % 32
+    assert tokens[1] == -(-tokens[0] // 32) * 32
+    torch.testing.assert_close(*(logprobs for logprobs, _ in found), atol=1e-6, rtol=1e-6)
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], gradient, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("with_last", [False, True])
 def test_states_are_those_of_whole_rows(tiny_model, with_last):
     model = load_model(PolicyConfig(tiny_model))
