@@ -169,8 +169,19 @@ def test_bad_input_is_told(samplers, models, kind):
     with pytest.raises(ValueError, match="use another sampler"):
         sampler.sync(make_policy(models["qwen2"]))
     assert sampler.sample([], SamplingParams(4)) == []
-    with torch.no_grad():
-        policy.model.get_input_embeddings().weight.fill_(float("nan"))
+
+
+@EITHER
+def test_weights_that_are_not_finite_leave_nothing_behind(samplers, models, kind):
+    policy, sampler = make_policy(models["llama"]), samplers(kind, "llama")
+    asked, params = requests(sampler, 2), SamplingParams(8)
     sampler.sync(policy)
+    first = sampler.sample(asked, params)
+    diverged = make_policy(models["llama"])
+    with torch.no_grad():
+        diverged.model.get_input_embeddings().weight.fill_(float("nan"))
+    sampler.sync(diverged)
     with pytest.raises((FloatingPointError, RuntimeError)):
-        sampler.sample(requests(sampler, 1), SamplingParams(4))
+        sampler.sample(asked, params)
+    sampler.sync(policy)
+    assert [c.token_ids for c in sampler.sample(asked, params)] == [c.token_ids for c in first]

@@ -111,10 +111,14 @@ class VLLMSampler(VLLM):
             self.llm.collective_rpc("rlalign_temper", args=(params.temperature or 1.0,))
             results = [result.outputs[0] for result in self.llm.generate(prompts, fields, use_tqdm=False)]
         drawn = []
-        for result in results:
-            ids = result.token_ids
-            logprobs = [at[token].logprob for at, token in zip(result.logprobs, ids, strict=True)]
-            drawn.append(completion(ids, logprobs, result.finish_reason, self.end_ids))
+        try:
+            for result in results:
+                ids = result.token_ids
+                logprobs = [at[token].logprob for at, token in zip(result.logprobs, ids, strict=True)]
+                drawn.append(completion(ids, logprobs, result.finish_reason, self.end_ids))
+        except FloatingPointError:
+            self.release()  # NaN in the cache would outlive the weights: a probability of 0 times NaN is NaN
+            raise
         return drawn
 
     def release(self) -> None:

@@ -140,8 +140,14 @@ class VLLMServerSampler(VLLM):
             logprobs = choice["logprobs"]["token_logprobs"]
             return completion(choice["token_ids"], logprobs, choice["finish_reason"], self.end_ids)
 
-        with ThreadPoolExecutor(min(len(requests), self.max_rows)) as pool:
-            return list(pool.map(draw, requests))
+        try:
+            with ThreadPoolExecutor(min(len(requests), self.max_rows)) as pool:
+                return list(pool.map(draw, requests))
+        except (FloatingPointError, RuntimeError):
+            # NaN in the cache would outlive the weights, and the server does not say more than that it failed.
+            if self.server is None or self.server.process.poll() is None:
+                self.release()
+            raise
 
     def release(self) -> None:
         """Give back memory: that of the weights and the cache on a GPU, and on a CPU that of the cache."""
