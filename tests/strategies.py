@@ -4,10 +4,13 @@ import os
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
+
+from rlalign.strategies.fsdp2 import FSDP2Strategy
+from rlalign.strategies.zero import ZeROStrategy
 
 
-class CPUDeepSpeedStrategy(DeepSpeedStrategy):
+class CPUZeROStrategy(ZeROStrategy):
     """DeepSpeed on CPU ranks, which Lightning's own refuses."""
 
     def setup_environment(self) -> None:
@@ -26,6 +29,6 @@ def make_strategy(name: str, **options: Any) -> Strategy:
     if name == "ddp":
         return DDPStrategy(process_group_backend="gloo", **options)
     if name == "fsdp2":
-        return ModelParallelStrategy(process_group_backend="gloo", **options)
+        return FSDP2Strategy(process_group_backend="gloo", **options)
     os.environ["DS_ACCELERATOR"] = "cpu"
-    return CPUDeepSpeedStrategy(stage=int(name[-1]), process_group_backend="gloo", **options)
+    return CPUZeROStrategy(stage=int(name[-1]), process_group_backend="gloo", **options)

@@ -56,6 +56,8 @@ class PolicyModule(TrainedModule):
         )
         if self.device_mesh is not None:
             self.policy.shard(self.device_mesh["data_parallel"])
+        elif getattr(self.trainer.strategy, "zero_stage_3", False):
+            self.policy.keep_mirror()
 
     @property
     def shares_prompts(self) -> bool:

@@ -141,6 +141,19 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     return model.eval()
 
 
+def gathered(parameter: nn.Parameter) -> Tensor:
+    """The whole of a parameter that FSDP2 or ZeRO-3 has spread over the ranks, which must all ask for it."""
+    if isinstance(parameter, DTensor):
+        whole: Tensor = parameter.detach().full_tensor()
+        return whole
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.data.clone()
+    return parameter.data
+
+
 def _inner(lm: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The transformers model, with its adapters inside if it has any."""
     return cast(PreTrainedModel, lm.get_base_model()) if isinstance(lm, PeftModel) else lm
@@ -307,16 +320,20 @@ class Policy(nn.Module):
         Args:
             mesh: One dimension, that of the data-parallel ranks.
         """
-        mirror = copy.deepcopy(self.lm).requires_grad_(False)
-        for parameter in mirror.parameters():
-            parameter.data = parameter.data.new_empty(0)
-        self._mirror = [mirror]  # in a list: no part of this module
+        self.keep_mirror()
         for model in filter(None, (self.model, self.reference)):
             blocks = set(model._no_split_modules or ())
             for module in model.modules():
                 if type(module).__name__ in blocks:
                     fully_shard(module, mesh=mesh)
         fully_shard(self, mesh=mesh)
+
+    def keep_mirror(self) -> None:
+        """Have an empty copy to gather weights in, before a strategy spreads them."""
+        mirror = copy.deepcopy(self.lm).requires_grad_(False)
+        for parameter in mirror.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        self._mirror = [mirror]  # in a list: no part of this module
 
     @property
     def is_whole(self) -> bool:
@@ -335,7 +352,7 @@ class Policy(nn.Module):
             return
         (mirror,) = self._mirror
         for whole, part in zip(mirror.parameters(), self.lm.parameters(), strict=True):
-            whole.data = part.full_tensor() if isinstance(part, DTensor) else part.data
+            whole.data = gathered(part)
         try:
             yield _inner(mirror)
         finally:
