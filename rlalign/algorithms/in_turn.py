@@ -1,6 +1,7 @@
 """Parts of a module that are trained in turn by one optimizer."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,27 +23,53 @@ class TrainedInTurn(TrainedModule, ABC):
         """The part that this iteration does not train; alike on all ranks."""
 
     def on_fit_start(self) -> None:
-        """Check the strategy.
+        """Check the strategy, and where moments are spread let all of them be there from the start.
 
         Raises:
             ValueError: If it moves what has no gradient.
         """
         super().on_fit_start()
-        if self.trainer.strategy.handles_gradient_accumulation:
+        if self.trainer.strategy.handles_gradient_accumulation and not hasattr(self.trainer.strategy, "rest"):
             name = type(self).__name__
-            raise ValueError(f"{name} trains parts of its weights in turn, which DeepSpeed cannot: use DDP or FSDP2.")
+            raise ValueError(
+                f"{name} trains parts of its weights in turn, which Lightning's DeepSpeedStrategy cannot: use "
+                "rlalign.strategies.zero.ZeROStrategy."
+            )
+        if self.device_mesh is not None:
+            begin_moments(self.trainer.optimizers[0])
 
     def idle_loss(self) -> Tensor | float:
         """Zero, made of every trained parameter of the idle part."""
-        if self.device_mesh is not None:  # sharded parts exchange gradients only where they computed something
+        is_spread = self.device_mesh is not None or getattr(self.trainer.strategy, "zero_stage_3", False)
+        if is_spread:  # sharded parts exchange gradients only where they computed something
             return 0.0
         return 0.0 * torch.stack([parameter.sum() for parameter in trained(self.idle)]).sum()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Take away the gradients of the idle part, before they are clipped and used."""
+        strategy: Any = self.trainer.strategy
+        if hasattr(strategy, "rest"):
+            strategy.rest(trained(self.idle))
         for parameter in trained(self.idle):
             parameter.grad = None
         super().on_before_optimizer_step(optimizer)
+
+
+@torch.no_grad()
+def begin_moments(optimizer: Optimizer) -> None:
+    """Have the moments that a first step would make, without one: a sharded checkpoint must hold all or none."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

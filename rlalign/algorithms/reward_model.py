@@ -33,6 +33,8 @@ class RewardModel(OfflineModule):
         centering: Coefficient :math:`c`, which gives the scores mean zero; 0.01 is usual.
         dropout: On the last hidden states, in training.
         trust_remote_code: Run model code that comes with the weights.
+        lora_rank: Train adapters of this rank, and the head; 0 trains all weights. The export has them merged.
+        lora_alpha: Scale of the adapters, whose output is multiplied by ``lora_alpha / lora_rank``.
         kwargs: ``optimizer`` and ``schedule``: see :class:`~rlalign.algorithms.module.TrainedModule`.
 
     Raises:
@@ -50,20 +52,26 @@ class RewardModel(OfflineModule):
         centering: float = 0.0,
         dropout: float = 0.0,
         trust_remote_code: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float = 32.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(model, trust_remote_code, **kwargs)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
+        if lora_rank < 0 or not lora_alpha > 0:
+            raise ValueError(f"lora_rank must be 0 or more and lora_alpha above 0, got {lora_rank} and {lora_alpha}.")
         kind = {"kind": "reward_model", "model": model, "trust_remote_code": trust_remote_code}
-        self.save_hyperparameters(kind)
+        self.save_hyperparameters(kind | {"lora_rank": lora_rank, "lora_alpha": lora_alpha})
+        self.lora = {"lora_rank": lora_rank, "lora_alpha": lora_alpha}
         bradley_terry_loss(torch.zeros(1), torch.zeros(1), centering=centering)  # out of bounds is told now
         self.centering, self.dropout, self.trust_remote_code = centering, dropout, trust_remote_code
         self.scorer: ScalarModel | None = None
 
     def build(self) -> None:
         """The model with its head."""
-        self.scorer = ScalarModel(self.model_name, self.dropout, run_seed(self.trainer), self.trust_remote_code)
+        seed, trust = run_seed(self.trainer), self.trust_remote_code
+        self.scorer = ScalarModel(self.model_name, self.dropout, seed, trust, **self.lora)
         if self.device_mesh is not None:
             self.scorer.shard(self.device_mesh["data_parallel"])
 

@@ -13,7 +13,7 @@ from rlalign.checkpoints import newest_whole
 from rlalign.cli.errors import sentences
 from rlalign.cli.output import be_quiet
 from rlalign.models.policy import Policy, PolicyConfig, locate_model
-from rlalign.models.scalar import ScalarModel
+from rlalign.models.scalar import ScalarModel, merge_adapters
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -66,13 +66,15 @@ def export(checkpoint_path: Path, out: Path, adapter: bool = False) -> str:
         raise ValueError(f"{checkpoint_path} was trained without LoRA, so there is no adapter; leave --adapter out.")
     name, code = (config.model, config.trust_remote_code) if config else (known["model"], known["trust_remote_code"])
     tokenizer = AutoTokenizer.from_pretrained(locate_model(name), trust_remote_code=code)
-    module: Policy | ScalarModel = Policy(config) if config else ScalarModel(name, trust_remote_code=code)
+    lora = {key: known[key] for key in ("lora_rank", "lora_alpha") if key in known} if config is None else {}
+    module: Policy | ScalarModel = Policy(config) if config else ScalarModel(name, trust_remote_code=code, **lora)
     holds_not = f"{checkpoint_path} does not hold the weights of {name}"
     _load_weights(module, checkpoint, "policy." if config else "scorer.", holds_not)
     model: Any = module.lm
     if isinstance(model, PeftModel) and not adapter:
         model = model.merge_and_unload()
-    if config is None:
+    if isinstance(module, ScalarModel):
+        model = merge_adapters(module, name, code) if lora.get("lora_rank") else model
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(str(out))
     tokenizer.save_pretrained(out)

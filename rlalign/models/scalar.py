@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -12,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging
 
 from rlalign.models.fused import fuse
+from rlalign.models.merged import merged_weights
 from rlalign.models.policy import locate_model
 from rlalign.models.scoring import position_ids, scalar_of_states
 
@@ -29,19 +31,31 @@ class ScalarModel(nn.Module):
         dropout: On the last hidden states, before the head, in training.
         seed: Decides the first weights of a new head.
         trust_remote_code: Run model code that comes with the weights.
+        lora_rank: Train adapters of this rank in all linear layers, and the head; 0 trains all weights.
+        lora_alpha: Scale of the adapters, whose output is multiplied by ``lora_alpha / lora_rank``.
 
     Raises:
         FileNotFoundError: If the name looks like a folder but is none.
         ValueError: If the model is no decoder with a head named ``score``, or has several labels.
     """
 
-    def __init__(self, model: str, dropout: float = 0.0, seed: int = 0, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        dropout: float = 0.0,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float = 32.0,
+    ) -> None:
         super().__init__()
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.lm = load_classifier(model, trust_remote_code)
+            if lora_rank:
+                add_adapters(self.lm, lora_rank, lora_alpha)
         self.dropout = nn.Dropout(dropout)
 
     def train(self, mode: bool = True) -> "ScalarModel":
@@ -102,6 +116,34 @@ def load_classifier(model: str, trust_remote_code: bool = False) -> PreTrainedMo
         )
     fuse(lm)
     return cast(PreTrainedModel, lm.eval())
+
+
+def add_adapters(lm: PreTrainedModel, rank: int, alpha: float) -> None:
+    """Give the linear layers of a classifier's body LoRA adapters, in place; they and the head are what is trained.
+
+    Raises:
+        ValueError: If the rank is below 1.
+    """
+    if rank < 1:
+        raise ValueError(f"lora_rank must be 0 or more, got {rank}.")
+    names = {name.rsplit(".", 1)[-1] for name, m in lm.base_model.named_modules() if isinstance(m, nn.Linear)}
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=cast(int, alpha), target_modules=sorted(names)), lm)
+    for parameter in cast(Any, lm).score.parameters():
+        parameter.requires_grad_(True)
+
+
+@torch.no_grad()
+def merge_adapters(scalar: ScalarModel, model: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A classifier without adapters that says what one with them does.
+
+    Args:
+        scalar: With adapters.
+        model: What it was made from.
+        trust_remote_code: Run model code that comes with the weights.
+    """
+    plain = load_classifier(model, trust_remote_code)
+    plain.load_state_dict(dict(merged_weights(scalar.lm)), strict=False)
+    return plain
 
 
 def at_last_token(values: Tensor, attention_mask: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "DAPO": (DAPO, {}),
     "DPO": (DPO, {}),
     "DirectAlignmentPO": (DirectAlignmentPO, {}),
-    "ValueResponse": (ValueResponse, {"kl_coef": 0.1}),
+    "ValueResponse": (ValueResponse, {"kl_coef": 0.1, "value_dropout": 0.0}),
 }
 STRATEGIES = ("ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3")
 STEPS = 2
@@ -50,6 +50,8 @@ def make(name: str, model: str, files: str, rank: int) -> tuple[Any, Any, list]:
     if cls is RewardModel and rank:
         started["lora_rank"] = rank
     module = cls(**started, **optimizer, **options)
+    if cls is ValueResponse:
+        module.stage = "alternate"
     rows: list = []
     if cls is SFT:
         return module, DemonstrationDataModule(f"{files}/pairs.jsonl", columns=SFT_COLUMNS, **OFFLINE), rows
