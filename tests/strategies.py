@@ -28,6 +28,8 @@ def make_strategy(name: str, **options: Any) -> Strategy:
     """The strategy of a file in configs/strategies, as it runs here."""
     if name == "ddp":
         return DDPStrategy(process_group_backend="gloo", **options)
+    if name == "fsdp2_tp":
+        return FSDP2Strategy(tensor_parallel_size=2, process_group_backend="gloo", **options)
     if name == "fsdp2":
         return FSDP2Strategy(process_group_backend="gloo", **options)
     os.environ["DS_ACCELERATOR"] = "cpu"

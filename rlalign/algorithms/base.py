@@ -55,7 +55,7 @@ class PolicyModule(TrainedModule):
             moves_reference=self.moves_reference,
         )
         if self.device_mesh is not None:
-            self.policy.shard(self.device_mesh["data_parallel"])
+            self.policy.shard(self.device_mesh)
         elif getattr(self.trainer.strategy, "zero_stage_3", False):
             self.policy.keep_mirror()
 

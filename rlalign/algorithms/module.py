@@ -18,6 +18,7 @@ from rlalign.assets import told_if_missing
 from rlalign.functional.draws import fold_in
 from rlalign.memory import keep_freed_memory
 from rlalign.models.policy import locate_model
+from rlalign.models.sharding import total_norm
 from rlalign.rollouts.ranks import data_module, data_parallel
 
 # Models are in evaluation mode, in training too, so that scoring is without dropout: Lightning need not worry.
@@ -164,8 +165,7 @@ class TrainedModule(LightningModule, ABC):
         """Log the norm of the gradient before it is clipped."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if gradients and not self._skip_update:
-            norm = torch.nn.utils.get_total_norm(gradients)
-            self._log_grad_norm(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            self._log_grad_norm(total_norm(gradients))
 
     def _log_grad_norm(self, norm: Tensor | float) -> None:
         self.log("train/grad_norm", norm, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)

@@ -12,7 +12,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,6 +28,7 @@ from rlalign.models.scoring import (
     scores_of_states,
     token_scores,
 )
+from rlalign.models.sharding import gathered, share_products
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -139,19 +139,6 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
     if config.fused_layers:
         fuse(model)
     return model.eval()
-
-
-def gathered(parameter: nn.Parameter) -> Tensor:
-    """The whole of a parameter that FSDP2 or ZeRO-3 has spread over the ranks, which must all ask for it."""
-    if isinstance(parameter, DTensor):
-        whole: Tensor = parameter.detach().full_tensor()
-        return whole
-    if hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.data.clone()
-    return parameter.data
 
 
 def _inner(lm: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -318,10 +305,19 @@ class Policy(nn.Module):
         """Spread the weights over the ranks of a mesh (FSDP2): every decoder layer, then what is left.
 
         Args:
-            mesh: One dimension, that of the data-parallel ranks.
+            mesh: Its dimensions are ``data_parallel``, over which weights are spread, and ``tensor_parallel``, whose
+                ranks share products.
+
+        Raises:
+            ValueError: If ranks are to share products of a model with adapters, or of one that does not allow it.
         """
         self.keep_mirror()
+        shared, mesh = mesh["tensor_parallel"], mesh["data_parallel"]
+        if shared.size() > 1 and self.config.uses_lora:
+            raise ValueError("tensor_parallel_size: products with LoRA adapters cannot be shared; use FSDP2 alone.")
         for model in filter(None, (self.model, self.reference)):
+            if shared.size() > 1:
+                share_products(model, shared)
             blocks = set(model._no_split_modules or ())
             for module in model.modules():
                 if type(module).__name__ in blocks:

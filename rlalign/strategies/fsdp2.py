@@ -2,8 +2,13 @@
 
 from datetime import timedelta
 
+import torch
+from lightning import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from rlalign.models.sharding import total_norm
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -44,3 +49,18 @@ class FSDP2Strategy(ModelParallelStrategy):
             )
         self._data_parallel_size = self.num_nodes * self.num_processes // self.tensor_parallel_size
         super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set the model up, and let gradients that are spread over different ranks be clipped together."""
+        super().setup(trainer)
+        if self.tensor_parallel_size > 1:
+            self.precision_plugin.clip_grad_by_norm = _clip  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _clip(optimizer: Optimizer, clip_val: float) -> None:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    scale = float(clip_val / (total_norm(gradients) + 1e-6))
+    if scale < 1:
+        for gradient in gradients:
+            gradient.mul_(scale)

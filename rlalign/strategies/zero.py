@@ -12,8 +12,8 @@ from torch import nn
 class ZeROStrategy(DeepSpeedStrategy):
     """Lightning's ``DeepSpeedStrategy``, also for ZeRO-3: models are loaded whole, on the host, and then spread.
 
-    Lightning would have every parameter spread as soon as it is made, in the midst of ``from_pretrained``, of the checks
-    of what was loaded, and of adapters that are added.
+    Lightning would have every parameter spread as soon as it is made, in the midst of ``from_pretrained``, of the
+    checks of what was loaded, and of adapters that are added.
     """
 
     @contextmanager
@@ -33,7 +33,9 @@ class ZeROStrategy(DeepSpeedStrategy):
         if not self.zero_stage_3 or not self._resting:
             return
         if optimizer.offload_optimizer:
-            raise ValueError("Parts that are trained in turn do not go with ZeRO-3 offload: use ZeRO-3 without, or FSDP2.")
+            raise ValueError(
+                "Parts that are trained in turn do not go with ZeRO-3 offload: use ZeRO-3 without, or FSDP2."
+            )
         for number, group in enumerate(optimizer.fp16_groups):
             if id(group[0]) in self._resting:
                 for gradient in optimizer.averaged_gradients.get(number) or []:

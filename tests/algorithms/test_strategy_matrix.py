@@ -21,7 +21,8 @@ from rlalign.algorithms.value_response import ValueResponse
 from rlalign.callbacks import IterationCheckpoint
 from rlalign.data.demonstrations import DemonstrationDataModule
 from rlalign.data.preferences import PreferenceDataModule
-from rlalign.models.policy import PolicyConfig, gathered
+from rlalign.models.policy import PolicyConfig
+from rlalign.models.sharding import gathered
 from rlalign.rollouts.datamodule import RolloutDataModule
 from rlalign.rollouts.sampling.base import SamplingParams
 from runs import length_reward, make_trainer
@@ -137,10 +138,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("name", METHODS)
 def test_two_ranks_are_one_process_and_resume_exactly(tiny_model, files, tmp_path, name, strategy, rank):
     start, want, rows = alone(name, tiny_model, files, rank)
-    moved = float((want - start).norm())
-    assert moved > 1e-2
+    assert float((want - start).norm()) > 1e-2
     ranks = run_distributed(on_rank, name, tiny_model, files, rank, strategy, str(tmp_path))
+    check(ranks, start, want, rows)
+
+
+def test_products_are_shared(tiny_model, files, tmp_path):
+    start, want, rows = alone("GRPO", tiny_model, files, 0)
+    check(run_distributed(on_rank, "GRPO", tiny_model, files, 0, "fsdp2_tp", str(tmp_path)), start, want, rows)
+
+
+def check(ranks: list, start: torch.Tensor, want: torch.Tensor, rows: list) -> None:
+    """Each rank sampled the same tokens, ends at the same weights within 1% of their movement, and resumes exactly."""
     for weights, got_rows, apart in ranks:
         assert got_rows == rows
-        assert float((torch.from_numpy(weights) - want).norm()) <= 0.01 * moved
+        assert float((torch.from_numpy(weights) - want).norm()) <= 0.01 * float((want - start).norm())
         assert apart == 0.0
