@@ -1,13 +1,17 @@
 """Strategies for tests: what runs on CPU ranks of what is meant for GPUs."""
 
 import os
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
+import yaml
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 
-from rlalign.strategies.fsdp2 import FSDP2Strategy
 from rlalign.strategies.zero import ZeROStrategy
+
+CONFIGS = Path(__file__).parents[1] / "configs" / "strategies"
 
 
 class CPUZeROStrategy(ZeROStrategy):
@@ -25,12 +29,14 @@ class CPUZeROStrategy(ZeROStrategy):
 
 
 def make_strategy(name: str, **options: Any) -> Strategy:
-    """The strategy of a file in configs/strategies, as it runs here."""
-    if name == "ddp":
-        return DDPStrategy(process_group_backend="gloo", **options)
-    if name == "fsdp2_tp":
-        return FSDP2Strategy(tensor_parallel_size=2, process_group_backend="gloo", **options)
-    if name == "fsdp2":
-        return FSDP2Strategy(process_group_backend="gloo", **options)
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    return CPUZeROStrategy(stage=int(name[-1]), process_group_backend="gloo", **options)
+    """The strategy of a file in configs/strategies, as it runs here on two ranks."""
+    chosen = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["trainer"]["strategy"]
+    options = {**chosen["init_args"], **options, "process_group_backend": "gloo"}
+    if name.startswith("deepspeed"):
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        return CPUZeROStrategy(**options)
+    if name.endswith("_tp"):
+        options["tensor_parallel_size"] = 2
+    module, _, cls = chosen["class_path"].rpartition(".")
+    strategy: Strategy = getattr(import_module(module), cls)(**options)
+    return strategy

@@ -22,6 +22,12 @@ class ZeROStrategy(DeepSpeedStrategy):
         self._init_config_if_needed()
         yield
 
+    def _format_config(self) -> None:
+        """As Lightning's, and with the optimizer on the host it is the one that was asked for, not DeepSpeed's own."""
+        super()._format_config()
+        assert isinstance(self.config, dict)
+        self.config.setdefault("zero_force_ds_cpu_optimizer", False)
+
     def rest(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave these parameters, and their moments, as they are in the coming step; whole groups of the optimizer.
 
