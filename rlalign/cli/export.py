@@ -14,6 +14,7 @@ from rlalign.cli.errors import sentences
 from rlalign.cli.output import be_quiet
 from rlalign.models.policy import Policy, PolicyConfig, locate_model
 from rlalign.models.scalar import ScalarModel, merge_adapters
+from rlalign.sharded_checkpoints import is_sharded, read_sharded
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -25,17 +26,18 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint {path}.")
-    if path.is_dir():
+    if path.is_dir() and not is_sharded(path):
         whole = newest_whole(path if path.name == "checkpoints" else path / "checkpoints")
-        if whole is None or whole.is_dir():
-            raise ValueError(
-                f"{path} is no checkpoint file. A run's folder works; a sharded checkpoint is first to be consolidated."
-            )
+        if whole is None:
+            raise ValueError(f"{path} is neither a checkpoint nor the folder of a run that has one.")
         path = whole
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch says "not a checkpoint" in many types of exception
-        raise ValueError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
+    if path.is_dir():
+        checkpoint = read_sharded(path)
+    else:
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch says "not a checkpoint" in many types of exception
+            raise ValueError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
     known = checkpoint.get("hyper_parameters", {}) if isinstance(checkpoint, dict) else {}
     if "policy" not in known and known.get("kind") != "reward_model":
         raise ValueError(f"{path} is not a checkpoint of rlalign: it does not say which policy it holds.")
@@ -63,7 +65,8 @@ def export(checkpoint_path: Path, out: Path, adapter: bool = False) -> str:
     known = checkpoint["hyper_parameters"]
     config = PolicyConfig(**known["policy"]) if "policy" in known else None
     if adapter and not (config and config.uses_lora):
-        raise ValueError(f"{checkpoint_path} was trained without LoRA, so there is no adapter; leave --adapter out.")
+        why = "is a reward model, which is exported whole" if config is None else "was trained without LoRA"
+        raise ValueError(f"{checkpoint_path} {why}, so there is no adapter; leave --adapter out.")
     name, code = (config.model, config.trust_remote_code) if config else (known["model"], known["trust_remote_code"])
     tokenizer = AutoTokenizer.from_pretrained(locate_model(name), trust_remote_code=code)
     lora = {key: known[key] for key in ("lora_rank", "lora_alpha") if key in known} if config is None else {}
@@ -98,7 +101,7 @@ def _load_weights(module: Policy | ScalarModel, checkpoint: dict[str, Any], pref
 def main(argv: Sequence[str]) -> int:
     """Parse the arguments and export."""
     parser = argparse.ArgumentParser(prog="rlalign export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, help="A .ckpt file, or the folder of a run.")
+    parser.add_argument("checkpoint", type=Path, help="A checkpoint, file or folder, or the folder of a run.")
     parser.add_argument("out", type=Path, help="The folder to write.")
     parser.add_argument("--adapter", action="store_true", help="The LoRA adapter alone, not merged.")
     arguments = parser.parse_args(argv[1:])

@@ -351,9 +351,9 @@ def test_it_learns_the_pairs(tiny_model, pairs, name):
 
 
 def test_an_exported_reward_model_scores_the_same_kf48_kf49(tiny_model, pairs, tmp_path):
-    for model, file in (("embedded", "chat"), (tiny_model, "plain")):
+    for model, file, rank in (("embedded", "chat", 0), (tiny_model, "plain", 0), (tiny_model, "adapted", 4)):
         lightning.seed_everything(5)
-        module, trainer = RewardModel(model, optimizer=sgd), make_trainer()
+        module, trainer = RewardModel(model, optimizer=sgd, lora_rank=rank), make_trainer()
         trainer.fit(module, PreferenceDataModule(pairs, pairs, step_size=4))
         trainer.save_checkpoint(tmp_path / f"{file}.ckpt")
         assert export(tmp_path / f"{file}.ckpt", tmp_path / file) == "the reward LearnedReward"
@@ -373,7 +373,7 @@ def test_an_exported_reward_model_scores_the_same_kf48_kf49(tiny_model, pairs, t
         want = [float(values[row, column]) for row, column in enumerate(last)]
         assert got == pytest.approx(want, abs=1e-5)
         assert len({round(score, 3) for score in got}) > 7, "scores must differ"
-    with pytest.raises(ValueError, match="trained without LoRA, so there is no adapter"):
+    with pytest.raises(ValueError, match="exported whole, so there is no adapter"):
         export(tmp_path / "chat.ckpt", tmp_path / "other", adapter=True)
     with pytest.raises(FileExistsError, match="chat is not empty"):
         export(tmp_path / "chat.ckpt", tmp_path / "chat")
