@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
@@ -83,13 +84,18 @@ class TrainedModule(LightningModule, ABC):
         """Build the models, once: every entry point of the trainer calls this again.
 
         Raises:
-            ValueError: If the trainer would turn the weights themselves into short floats.
+            ValueError: If the trainer would turn the weights themselves into short floats, or its strategy is FSDP1.
         """
         if str(self.trainer.precision).endswith("16-true"):
             raise ValueError(
                 f"trainer.precision={self.trainer.precision} trains 16-bit weights, which small updates do not "
                 "move, and "
                 "rounds log-probabilities: use bf16-mixed; to save memory, LoRA on policy.dtype=bfloat16."
+            )
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            raise ValueError(
+                "FSDPStrategy (FSDP1) cannot clip by the norm, nor mix trained and frozen weights in a layer: use "
+                "rlalign.strategies.fsdp2.FSDP2Strategy, as in configs/strategies/fsdp2.yaml."
             )
         if self.device.type == "cpu":
             keep_freed_memory()

@@ -35,8 +35,10 @@ def choose_folder(options: Any) -> Path:
         folder = Path(options.run) if "/" in options.run else RUNS / options.run
     elif is_launched() and (inherited := os.environ.get(RUN_VARIABLE)):
         return Path(inherited)
-    elif checkpoint is not None and checkpoint != "last" and Path(checkpoint).parent.name == CHECKPOINTS:
+    elif checkpoint not in (None, "last", "auto") and Path(checkpoint).parent.name == CHECKPOINTS:
         folder = Path(checkpoint).parent.parent
+    elif checkpoint == "auto":
+        raise ValueError("--ckpt_path=auto goes on in the folder of a run, or begins it: give --run NAME.")
     elif checkpoint == "last":
         known = sorted(path.parent.name for path in RUNS.glob(f"*/{CHECKPOINTS}"))
         raise ValueError(

@@ -23,13 +23,13 @@ from rlalign.callbacks.checkpoint import IterationCheckpoint
 from rlalign.callbacks.profile import Profile
 from rlalign.callbacks.progress import IterationProgress
 from rlalign.callbacks.whole_iterations import refuse_partial_iterations
-from rlalign.checkpoints import iterations_of
+from rlalign.checkpoints import iterations_of, newest_whole
 from rlalign.cli.errors import Parser, sentences
 from rlalign.cli.folders import choose_checkpoint, choose_folder, is_launched, refuse_other_run
 from rlalign.cli.output import Farewell, be_quiet, changes
 from rlalign.cli.predictions import CheckPick, Pick, write_predictions
 from rlalign.rollouts.ranks import gather_objects
-from rlalign.run_folder import CONFIG, RunLogger, claim, make_folder, release, write_atomically
+from rlalign.run_folder import CHECKPOINTS, CONFIG, RunLogger, claim, make_folder, release, write_atomically
 
 
 class SaveConfig(SaveConfigCallback):
@@ -83,6 +83,8 @@ class TrainerCLI(LightningCLI):
 
     writes = True
     """Whether fit leaves something in the folder."""
+    may_go_on = False
+    """Whether what the folder holds is this run, begun before (``--ckpt_path=auto``)."""
     lock: IO[str] | None = None
     """Held while this process trains in the folder."""
 
@@ -149,6 +151,10 @@ class TrainerCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Settle the folder and the checkpoint, before anything costs time."""
         self.folder = choose_folder(self.options)
+        if self.options.ckpt_path == "auto":
+            self.may_go_on = True
+            found = newest_whole(self.folder / CHECKPOINTS) if self.folder.is_dir() else None
+            self.options.ckpt_path = None if found is None else "last"
         for logger in logger_configs(self.options.trainer.logger):
             if "save_dir" in logger.get("init_args", {}) and logger.init_args.save_dir in (None, "."):
                 logger.init_args.save_dir = str(self.folder)
@@ -172,7 +178,7 @@ class TrainerCLI(LightningCLI):
 
     def _claim(self) -> None:
         self.lock = claim(self.folder)
-        refuse_other_run(self.folder, self.options.ckpt_path)
+        refuse_other_run(self.folder, "last" if self.may_go_on else self.options.ckpt_path)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Point everything that writes at the folder, and add what no run should be without."""

@@ -72,6 +72,17 @@ def test_used_folder_is_refused_and_resumed(capsys):
     assert "--ckpt_path=last of which run?" in refused(capsys, "fit", *TWO, "--ckpt_path=last")
 
 
+def test_auto_begins_or_goes_on(capsys):
+    assert main(["fit", *ONE, "--run=a", "--ckpt_path=auto"]) == 0
+    assert main(["fit", *TWO, "--run=a", "--ckpt_path=auto"]) == 0
+    assert [row["iteration"] for row in rows("runs/a")] == ["0", "1"]
+    for path in Path("runs/a/checkpoints").iterdir():
+        path.unlink()  # as if it had been killed in its first iteration
+    assert main(["fit", *TWO, "--run=a", "--ckpt_path=auto"]) == 0
+    assert [row["iteration"] for row in rows("runs/a")] == ["0", "1"]
+    assert "--ckpt_path=auto goes on in the folder of a run" in refused(capsys, "fit", *TWO, "--ckpt_path=auto")
+
+
 def test_configuration_overrules_the_checkpoint_kf82():
     main(["fit", *ONE, "--run=a"])
     cli = TrainerCLI(["fit", *TWO, "--run=a", "--ckpt_path=last", "--model.clip_high=0.3", "--model.kl_coef=0.01"])
