@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 _META, _PARTS = "meta.pt", "checkpoint"  # of Lightning: FSDP2's other contents; DeepSpeed's folder
@@ -68,8 +68,7 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
             found: Metadata = _Unpickler(file).load()
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = dcp.metadata.StorageMeta()
+        found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
 
@@ -77,8 +76,11 @@ class _Reader(dcp.FileSystemReader):
 def _of_fsdp2(path: Path) -> dict[str, Any]:
     reader = _Reader(path)
     described = reader.read_metadata().state_dict_metadata
-    names = [name for name in described if name.startswith("state_dict.") and hasattr(described[name], "size")]
-    weights = {name: torch.empty(described[name].size, dtype=described[name].properties.dtype) for name in names}
+    weights = {
+        name: torch.empty(each.size, dtype=each.properties.dtype)
+        for name, each in described.items()
+        if name.startswith("state_dict.") and isinstance(each, TensorStorageMetadata)
+    }
     _load_state_dict(weights, storage_reader=reader, no_dist=True)
     found: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=True)
     return found | {"state_dict": {name.removeprefix("state_dict."): value for name, value in weights.items()}}

@@ -63,7 +63,7 @@ class RewardModel(OfflineModule):
             raise ValueError(f"lora_rank must be 0 or more and lora_alpha above 0, got {lora_rank} and {lora_alpha}.")
         kind = {"kind": "reward_model", "model": model, "trust_remote_code": trust_remote_code}
         self.save_hyperparameters(kind | {"lora_rank": lora_rank, "lora_alpha": lora_alpha})
-        self.lora = {"lora_rank": lora_rank, "lora_alpha": lora_alpha}
+        self.lora = lora_rank, lora_alpha
         bradley_terry_loss(torch.zeros(1), torch.zeros(1), centering=centering)  # out of bounds is told now
         self.centering, self.dropout, self.trust_remote_code = centering, dropout, trust_remote_code
         self.scorer: ScalarModel | None = None
@@ -71,7 +71,7 @@ class RewardModel(OfflineModule):
     def build(self) -> None:
         """The model with its head."""
         seed, trust = run_seed(self.trainer), self.trust_remote_code
-        self.scorer = ScalarModel(self.model_name, self.dropout, seed, trust, **self.lora)
+        self.scorer = ScalarModel(self.model_name, self.dropout, seed, trust, *self.lora)
         if self.device_mesh is not None:
             self.scorer.shard(self.device_mesh["data_parallel"])
 

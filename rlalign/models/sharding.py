@@ -16,8 +16,7 @@ from rlalign.models.kind import OtherKind, check_kind
 def gathered(parameter: nn.Parameter) -> Tensor:
     """The whole of a parameter that FSDP2 or ZeRO-3 has spread over the ranks, which must all ask for it."""
     if isinstance(parameter, DTensor):
-        whole: Tensor = parameter.detach().full_tensor()
-        return whole
+        return parameter.full_tensor().detach()
     if hasattr(parameter, "ds_id"):
         import deepspeed
 
@@ -48,7 +47,8 @@ def share_products(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             raise ValueError(f"tensor_parallel_size={size} does not divide {key}={count} of {name}.")
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan = {each: ColwiseParallel() for each in columns}
-    for layer in model.base_model.layers:
+    body: Any = model.base_model
+    for layer in body.layers:
         parallelize_module(
             layer, mesh, plan | {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
         )

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
@@ -15,6 +14,9 @@ class ZeROStrategy(DeepSpeedStrategy):
     Lightning would have every parameter spread as soon as it is made, in the midst of ``from_pretrained``, of the
     checks of what was loaded, and of adapters that are added.
     """
+
+    _resting: set[int]
+    """Parameters that the coming step leaves as they are, by identity."""
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -47,9 +49,9 @@ class ZeROStrategy(DeepSpeedStrategy):
                 for gradient in optimizer.averaged_gradients.get(number) or []:
                     gradient.zero_()  # those of an earlier step, which would count in the norm
 
-    def _initialize_deepspeed_train(self, model: LightningModule) -> None:
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         super()._initialize_deepspeed_train(model)
-        self._resting: set[int] = set()
+        self._resting = set()
         optimizer: Any = self.deepspeed_engine.optimizer
         groups = optimizer.fp16_groups if self.zero_stage_3 else optimizer.bit16_groups
         step = optimizer._optimizer_step
