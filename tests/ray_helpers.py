@@ -8,31 +8,25 @@ import torch
 from rlalign.rollouts.sampling.local import LocalSampler
 
 
-class DiesOnce(LocalSampler):
-    """Ends its process when it is to draw one of these prompts, once for each and for each seed of the draws.
+class Obliging(LocalSampler):
+    """Does what files of a folder ask it to, once, and draws.
 
     Args:
-        folder: Where a file is left for each time.
-        prompts: Numbers of the prompts.
-        always: Leave no file.
+        folder: ``die-3`` there ends the process that is to draw prompt 3;
+            ``tell-12`` has the one that is to draw 12 rows raise what it is like.
     """
 
-    def __init__(self, folder: str, prompts: list[int], always: bool = False) -> None:
+    def __init__(self, folder: str) -> None:
         super().__init__()
-        self.folder, self.prompts, self.always = Path(folder), prompts, always
+        self.folder = Path(folder)
 
     def sample(self, requests, params):
-        for request in requests:
-            mark = self.folder / f"{request.prompt_index}-{request.seed}"
-            if request.prompt_index in self.prompts and not mark.exists():
-                if not self.always:
-                    mark.touch()
+        for name in (f"die-{request.prompt_index}" for request in requests):
+            if (self.folder / name).exists():
+                (self.folder / name).unlink()
                 os._exit(1)
+        tell = self.folder / f"tell-{len(requests)}"
+        if tell.exists():
+            tell.unlink()
+            raise ValueError(f"mood {os.environ.get('MOOD')}, threads {torch.get_num_threads()}, rows {len(requests)}")
         return super().sample(requests, params)
-
-
-class Tells(LocalSampler):
-    """Raises what it is told about the worker."""
-
-    def sample(self, requests, params):
-        raise ValueError(f"mood {os.environ.get('MOOD')}, threads {torch.get_num_threads()}, items {len(requests)}")

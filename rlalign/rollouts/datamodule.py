@@ -375,9 +375,10 @@ class RolloutDataModule(SeededDataModule):
     def _begin(self, iteration: int) -> Asked:
         """What was asked for this iteration; it is asked for what comes after it, as far as that may be."""
         assert self.trainer is not None
-        last = self.trainer.max_epochs - 1 if (self.trainer.max_epochs or -1) >= 0 else iteration + 10**9
-        staleness = self.sampler.staleness if isinstance(self.sampler, AheadSampler) else 0
-        asked = self._ahead.begin(iteration, min(iteration + staleness, last))
+        last = iteration + (self.sampler.staleness if isinstance(self.sampler, AheadSampler) else 0)
+        if (epochs := self.trainer.max_epochs or -1) > 0:
+            last = min(last, epochs - 1)
+        asked = self._ahead.begin(iteration, last)
         self.curriculum.turn_to(iteration)
         return asked
 

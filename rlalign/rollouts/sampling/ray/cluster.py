@@ -11,6 +11,8 @@ import torch.distributed as dist
 from rlalign.rollouts.ranks import broadcast_object
 
 NAMESPACE = "rlalign"
+_QUIET: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+_AUTHENTICATION = "RAY_AUTH_MODE"
 NEEDS_EXTRA = "RaySampler needs Ray: pip install 'rlalign[ray]' (docs/ray.md)."
 
 
@@ -47,23 +49,15 @@ def connect(address: str | None, cpus: float, gpus: float, object_store_mb: int 
     Raises:
         RuntimeError: If the cluster is too small for the workers, which would wait for ever.
     """
-    import ray
-
     rank, world = rank_and_size()
     cpus, gpus = cpus * world, gpus * world
     wanted = address or os.environ.get("RAY_ADDRESS")
-    starts = rank == 0 and not ray.is_initialized()
-    quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
-    if starts:
-        own: dict[str, Any] = {}
-        if wanted is None:
-            own = {"num_cpus": max(math.ceil(cpus), os.cpu_count() or 1), "include_dashboard": False}
-            if object_store_mb is not None:
-                own["object_store_memory"] = object_store_mb << 20
-        ray.init(address=wanted or "local", **quiet, **own)
-    address = broadcast_object(ray.get_runtime_context().gcs_address if rank == 0 else None)
-    if not ray.is_initialized():
-        ray.init(address=address, **quiet)
+    told: Any = _join(wanted, cpus, object_store_mb) if rank == 0 else None
+    address, mode, started = broadcast_object(told)
+    if rank != 0:
+        _join_started(address, mode)
+    import ray
+
     there = ray.cluster_resources()
     for kind, needed in (("CPU", cpus), ("GPU", gpus)):
         if there.get(kind, 0.0) < needed:
@@ -71,4 +65,34 @@ def connect(address: str | None, cpus: float, gpus: float, object_store_mb: int 
                 f"The workers of RaySampler need {needed:g} {kind}s of the Ray cluster, which has "
                 f"{there.get(kind, 0.0):g}: add machines, or lower num_workers or {kind.lower()}s_per_worker."
             )
-    return starts and wanted is None
+    return started and rank == 0
+
+
+def _join_started(address: str, mode: str | None) -> None:
+    """Be part of the cluster that rank 0 is part of."""
+    if mode is not None:
+        os.environ.setdefault(_AUTHENTICATION, mode)
+    import ray
+
+    if ray.is_initialized():
+        return
+    if mode is not None:
+        from ray import _raylet
+
+        reread: Any = _raylet
+        reread.Config.initialize("")  # Ray has read the variable when it was imported, which may be a while ago
+    ray.init(address=address, **_QUIET)
+
+
+def _join(wanted: str | None, cpus: float, object_store_mb: int | None) -> tuple[str, str | None, bool]:
+    """Address of the cluster that rank 0 is part of, how it knows its own, and whether it was started here."""
+    import ray
+
+    started = wanted is None and not ray.is_initialized()
+    if started:
+        memory: dict[str, Any] = {} if object_store_mb is None else {"object_store_memory": object_store_mb << 20}
+        num_cpus = max(math.ceil(cpus), os.cpu_count() or 1)
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **memory, **_QUIET)
+    elif not ray.is_initialized():
+        ray.init(address=wanted, **_QUIET)
+    return ray.get_runtime_context().gcs_address, os.environ.get(_AUTHENTICATION), started

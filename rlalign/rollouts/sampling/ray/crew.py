@@ -160,31 +160,31 @@ class Crew:
         self.busy_seconds += seconds
         item.future.set_result(drawn)
 
-    def _bury(
-        self, number: int, worker: Any, reason: BaseException | None, done: "Future[None] | None" = None
-    ) -> None:
+    def _bury(self, number: int, worker: Any, reason: BaseException | None, done: "Future[None] | None" = None) -> None:
         """Replace a worker, unless that was done already, and queue what it was at in front of all."""
         if self.workers[number] is worker and self._reason is None:
             self._deaths[number] += 1
-            text = " ".join(str(reason).split())
-            if self._deaths[number] >= self.max_deaths:
-                self._give_up(
-                    RuntimeError(
-                        f"Worker {number} of RaySampler died {self._deaths[number]} times in a row without a response "
-                        f"between: {text}"
-                    )
-                )
-            else:
-                if not _is_connected():
-                    raise RuntimeError("Ray was shut down while workers were drawing.")
-                log.warning("Worker %d of RaySampler has died and is replaced: %s", number, text)
-                _kill(worker)
-                self.workers[number] = self.hire(number)
-                self.num_replaced += 1
-                if number in self._busy:
-                    self._queue.insert(0, [self._busy.pop(number)])
+            try:
+                self._replace(number, " ".join(str(reason).split()))
+            except Exception as error:
+                self._give_up(error)
         if done is not None:
             done.set_result(None) if self._reason is None else done.set_exception(self._reason)
+
+    def _replace(self, number: int, reason: str) -> None:
+        if not _is_connected():
+            raise RuntimeError("Ray was shut down while workers were drawing.")
+        if self._deaths[number] >= self.max_deaths:
+            raise RuntimeError(
+                f"Worker {number} of RaySampler died {self._deaths[number]} times in a row without a response between: "
+                f"{reason}"
+            )
+        log.warning("Worker %d of RaySampler has died and is replaced: %s", number, reason)
+        _kill(self.workers[number])
+        self.workers[number] = self.hire(number)
+        self.num_replaced += 1
+        if number in self._busy:
+            self._queue.insert(0, [self._busy.pop(number)])
 
     def _give_up(self, reason: BaseException) -> None:
         self._reason = self._reason or reason
@@ -214,5 +214,3 @@ def _is_connected() -> bool:
     import ray
 
     return bool(ray.is_initialized())
-
-

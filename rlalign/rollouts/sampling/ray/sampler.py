@@ -17,14 +17,14 @@ from rlalign.rollouts.sampling.local import LocalSampler
 from rlalign.rollouts.sampling.ray.cluster import NAMESPACE, check_installed, connect, rank_and_size
 from rlalign.rollouts.sampling.ray.crew import Crew, Item, RayDrawing
 from rlalign.rollouts.sampling.ray.memory import RemoteMemory
-from rlalign.rollouts.sampling.ray.weights import Weights, gather_weights
+from rlalign.rollouts.sampling.ray.weights import Parameters, Weights, gather_weights
 
 
 class RaySampler:
     """Draws by workers in processes of their own, on this machine or on others.
 
-    *Workers.* Each has a replica of the policy and a sampler that draws from it. An iteration is cut into items of whole
-    prompts, which are handed out one at a time. A worker that dies is replaced, and its item is handed to another one:
+    *Workers.* Each has a replica of the policy and a sampler that draws from it. An iteration is cut into items of
+    whole prompts, which are handed out one at a time. A worker that dies is replaced, and its item is handed out again:
     an item counts once, when the first answer to it has come.
 
     *Weights.* Those that differ from the checkpoint's (with LoRA the adapter's only) go into Ray's object store once
@@ -81,7 +81,9 @@ class RaySampler:
             if value < least[name]:
                 raise ValueError(f"RaySampler: {name} must be at least {least[name]}, got {value}.")
         if object_store_mb is not None and object_store_mb < 80:
-            raise ValueError(f"RaySampler: object_store_mb must be at least 80, Ray's own limit; got {object_store_mb}.")
+            raise ValueError(
+                f"RaySampler: object_store_mb must be at least 80, Ray's own limit; got {object_store_mb}."
+            )
         if object_store_mb is not None and address is not None:
             raise ValueError("RaySampler: object_store_mb is of a cluster that is started: leave out it, or address.")
         self.num_workers, self.staleness, self.prompts_per_item = num_workers, staleness, prompts_per_item
@@ -119,12 +121,12 @@ class RaySampler:
 
     def sync(self, policy: Policy) -> None:
         """Have workers draw by the weights of the policy as it is now, from their next item on."""
-        import ray
-
         if self.crew is not None and self._started_for != asdict(policy.config):
             self.close()
         if self.crew is None:
             self.crew = self._start(policy)
+        import ray
+
         began, is_first = time.perf_counter(), rank_and_size()[0] == 0
         with policy.whole() as model:
             if is_first:
@@ -138,14 +140,13 @@ class RaySampler:
         self.broadcast_seconds = time.perf_counter() - began
 
     def _start(self, policy: Policy) -> Crew:
-        import ray
-
-        from rlalign.rollouts.sampling.ray.weights import Parameters
-        from rlalign.rollouts.sampling.ray.worker import SamplingWorker
-
         needs = (self.num_workers * self.cpus_per_worker, self.num_workers * self.gpus_per_worker)
         started = connect(self.address, *needs, self.object_store_mb)
-        name = None
+        import ray
+
+        from rlalign.rollouts.sampling.ray.worker import SamplingWorker
+
+        name = ""
         if rank_and_size()[0] == 0:
             name = f"parameters-{ray.get_runtime_context().get_job_id()}-{id(self)}"
             actor = ray.remote(num_cpus=0)(Parameters)
@@ -156,12 +157,13 @@ class RaySampler:
             self._parameters = ray.get_actor(name, namespace=NAMESPACE)
         threads = max(int(self.cpus_per_worker), 1)
         variables = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **self.environment}
-        worker: Any = ray.remote(
-            num_cpus=self.cpus_per_worker,
-            num_gpus=self.gpus_per_worker,
-            concurrency_groups={"memory": 1},
-            runtime_env={"env_vars": variables},
-        )(SamplingWorker)
+        options: dict[str, Any] = {
+            "num_cpus": self.cpus_per_worker,
+            "num_gpus": self.gpus_per_worker,
+            "concurrency_groups": {"memory": 1},
+            "runtime_env": {"env_vars": variables},
+        }
+        worker: Any = ray.remote(**options)(SamplingWorker)
         arguments = (policy.config, self.tokenizer, self.sampler, self._parameters, threads)
         crew = Crew(lambda number: worker.remote(*arguments), self.num_workers, self.max_deaths)
         self._started_for = asdict(policy.config)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlalign.models.policy import Policy, PolicyConfig
 from rlalign.rollouts.sampling.base import Completion, Sampler, SampleRequest, SamplingParams
-from rlalign.rollouts.sampling.ray.weights import Parameters, take_weights
+from rlalign.rollouts.sampling.ray.weights import take_weights
 from rlalign.rollouts.worker_memory import WorkerMemory
 
 
@@ -92,5 +92,3 @@ class SamplingWorker:
             self._memories[number] = WorkerMemory(capacity, update)
         method, *arguments = call
         return getattr(self._memories[number], method)(*arguments)
-
-
