@@ -40,8 +40,8 @@ def item(*prompts: int, home: int = 0) -> Item:
     return Item([SampleRequest((1,), prompt, 0, 0) for prompt in prompts], SamplingParams(), None, home)
 
 
-def done(prompt: int) -> tuple[list[Completion], float]:
-    return [Completion([prompt], [0.0], "eos")], 0.5
+def done(prompt: int) -> tuple[list[Completion], float, float]:
+    return [Completion([prompt], [0.0], "eos")], 0.1, 0.4
 
 
 @pytest.fixture
@@ -83,7 +83,8 @@ def test_items_go_home_unless_somebody_is_free_and_come_back_in_order(hall, star
     assert hall.next()[3].set_result(done(3)) is None
     answer.set_result(done(1))
     assert [completion.token_ids for completion in drawing.result()] == [[0], [1], [2], [3]]
-    assert crew.busy_seconds == 2.0
+    assert crew.busy_seconds == pytest.approx(2.0)
+    assert list(crew.seconds) == [(0.1, 0.4)] * 4
 
 
 def test_what_is_urgent_comes_first_and_earlier_submissions_before_later_ones(hall, start):

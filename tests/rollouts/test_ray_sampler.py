@@ -196,6 +196,9 @@ def test_a_method_with_workers_keeps_what_they_remember_in_their_processes(tiny_
     import ray
 
     ray.kill(first)
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:  # until it is dead
+            ray.get(first.release.remote())
     assert {n: len(memory) for n, memory in theirs.memories.items()} == {0: 0, 1: 24}, "it dies with the worker"
     assert sampler.crew.workers[0] is not first
     theirs.on_load_checkpoint(saved)

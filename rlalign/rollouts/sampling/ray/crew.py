@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 
 from rlalign.rollouts.sampling.base import Completion, SampleRequest, SamplingParams
+
+Answer = tuple[list[Completion], float, float]
+"""Of a worker: what it has drawn, the seconds to take over newer weights, and those to draw."""
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +66,8 @@ class Crew:
         """Of the newest weights."""
         self.workers = [hire(number) for number in range(num_workers)]
         self.num_replaced, self.busy_seconds = 0, 0.0
+        self.seconds: deque[tuple[float, float]] = deque(maxlen=10_000)
+        """Of each item lately, those to take over newer weights and those to draw."""
         self._queue: list[list[Item]] = []
         """Of each submission, what waits; an earlier one comes first."""
         self._busy: dict[int, Item] = {}
@@ -140,11 +146,11 @@ class Crew:
         self._queue = []
         return None
 
-    def _note(self, number: int, worker: Any, item: Item, answer: "Future[tuple[list[Completion], float]]") -> None:
+    def _note(self, number: int, worker: Any, item: Item, answer: "Future[Answer]") -> None:
         """In a thread of Ray's: leave the answer for ours."""
         self._events.put(partial(self._finish, number, worker, item, answer))
 
-    def _finish(self, number: int, worker: Any, item: Item, answer: "Future[tuple[list[Completion], float]]") -> None:
+    def _finish(self, number: int, worker: Any, item: Item, answer: "Future[Answer]") -> None:
         if self.workers[number] is not worker or self._reason is not None:
             return  # it was replaced, and its item handed on
         error = answer.exception()
@@ -155,9 +161,10 @@ class Crew:
         if error is not None:
             item.future.set_exception(error)
             return
-        drawn, seconds = answer.result()
+        drawn, *seconds = answer.result()
         self._deaths[number] = 0
-        self.busy_seconds += seconds
+        self.busy_seconds += sum(seconds)
+        self.seconds.append((seconds[0], seconds[1]))
         item.future.set_result(drawn)
 
     def _bury(self, number: int, worker: Any, reason: BaseException | None, done: "Future[None] | None" = None) -> None:

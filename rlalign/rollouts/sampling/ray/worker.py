@@ -44,8 +44,8 @@ class SamplingWorker:
 
     def sample(
         self, requests: Sequence[SampleRequest], params: SamplingParams, autocast: torch.dtype | None, version: int
-    ) -> tuple[list[Completion], float]:
-        """Completions, and the seconds that they took.
+    ) -> tuple[list[Completion], float, float]:
+        """Completions, the seconds that it took to take over newer weights, and those to draw.
 
         Args:
             requests: What to draw.
@@ -56,10 +56,11 @@ class SamplingWorker:
         began = time.perf_counter()
         torch.set_num_threads(self.threads)  # of this thread, which is not the one that made the worker
         self._sync(version)
+        synced = time.perf_counter()
         context: Any = nullcontext() if autocast is None else torch.autocast(self.device, autocast)
         with context:
             drawn = self.sampler.sample(requests, params)
-        return [replace(c, version=self.version) for c in drawn], time.perf_counter() - began
+        return [replace(c, version=self.version) for c in drawn], synced - began, time.perf_counter() - synced
 
     def _sync(self, version: int) -> None:
         if self.version < version:

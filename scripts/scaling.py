@@ -1,0 +1,216 @@
+"""What more workers would bring, and what holds them up: ``python scripts/scaling.py``.
+
+Measures on this machine what drawing an item, taking over weights, publishing them, handing out and learning take (one
+worker, then two at once), puts these into a discrete-event model of up to 64 workers in each mode, and compares the
+model's prediction for two workers on this machine's cores with runs of two. Writes ``docs/scaling.md`` and
+``docs/img/scaling.png``.
+
+Closes with ``predicted P measured M difference D``, seconds of an iteration, of the mode that is predicted worst.
+"""
+
+import argparse
+import logging
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from ray_runs import PROMPTS, SAMPLES, Run, make_sampler, train
+from scaling_model import CAUSES, Cores, Model, Outcome, Times
+
+from rlalign.run_folder import write_atomically
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MODES = {"synchronous": 0, "one ahead": 1, "bounded 4": 4}
+WORKERS = (1, 2, 4, 8, 16, 32, 64)
+WORKLOADS: dict[str, tuple[str, dict[str, float]]] = {
+    "as measured": ("the times below", {}),
+    "long tail": ("every draw times a lognormal factor of mean 1 (sigma 1): responses of very different lengths", {"tail": 1.0}),
+    "large policy": ("weights take 100 times as long to publish and to take over", {"publish": 100.0, "load": 100.0}),
+}
+"""What is assumed beyond what was measured: factors, or the tail."""
+
+
+def times_of(run: Run, seconds: list[tuple[float, float]], ask: float, skip: int) -> Times:
+    """Service times from a synchronous run with one worker, whose waits are items one after the other."""
+    watch, per_iteration = run.watch, PROMPTS
+    mine = seconds[-per_iteration * (len(watch.ended) - skip) :]
+    loads = [load for load, _ in mine if load > 1e-4]
+    waited = statistics.fmean(watch.collected[skip:]) - statistics.fmean(watch.broadcast[skip:])
+    worked = sum(load + draw for load, draw in mine) / (len(watch.ended) - skip)
+    return Times(
+        draws=[draw for _, draw in mine],
+        load=max(statistics.fmean(loads) - ask, 0.0),
+        ask=ask,
+        publish=statistics.fmean(watch.broadcast[skip:]),
+        hand_out=max((waited - worked) / per_iteration, 0.0),
+        update=statistics.fmean(watch.learned[skip:]),
+    )
+
+
+def measure(iterations: int, skip: int = 3) -> tuple[Times, float, dict[str, float]]:
+    """Service times, how much slower drawing is with both cores busy, and seconds of an iteration of two workers."""
+    import ray
+
+    one = make_sampler(1, prompts_per_item=1)
+    train(0, 3, one, validate=False)
+    assert one.crew is not None
+    run = train(0, iterations, one, validate=False)
+    began = time.perf_counter()
+    for _ in range(50):
+        ray.get(one._parameters.newest.remote())
+    ask = (time.perf_counter() - began) / 50
+    times = times_of(run, list(one.crew.seconds), ask, skip)
+    one.close()
+    two = make_sampler(2, prompts_per_item=1)
+    train(0, 3, two, validate=False)
+    assert two.crew is not None
+    train(0, iterations, two, validate=False)
+    together = [draw for _, draw in list(two.crew.seconds)[-PROMPTS * (iterations - skip) :]]
+    slowdown = max(statistics.fmean(together) / statistics.fmean(times.draws), 1.0)
+    measured = {}
+    for mode, staleness in MODES.items():
+        two.staleness = staleness
+        measured[mode] = train(1, iterations, two, validate=False).watch.seconds(skip + staleness)
+    two.close()
+    return times, slowdown, measured
+
+
+def predict(times: Times, slowdown: float) -> dict[str, Outcome]:
+    """Of two workers and the run on the cores of this machine."""
+    count = os.cpu_count() or 1
+    return {
+        mode: Model(times, 2, staleness, PROMPTS, lambda env: Cores(env, count, slowdown)).run(60)
+        for mode, staleness in MODES.items()
+    }
+
+
+def simulate(times: Times) -> dict[str, dict[str, dict[int, Outcome]]]:
+    """Workload -> mode -> workers -> what becomes of it, with a core for every worker and one for the run."""
+    found: dict[str, dict[str, dict[int, Outcome]]] = {}
+    for name, (_, changes) in WORKLOADS.items():
+        changed: dict[str, Any] = {
+            key: value if key == "tail" else getattr(times, key) * value for key, value in changes.items()
+        }
+        found[name] = {
+            mode: {n: Model(times.changed(**changed), n, staleness, PROMPTS).run(60) for n in WORKERS}
+            for mode, staleness in MODES.items()
+        }
+    return found
+
+
+def page(
+    times: Times,
+    slowdown: float,
+    measured: dict[str, float],
+    predicted: dict[str, Outcome],
+    found: dict[str, dict[str, dict[int, Outcome]]],
+) -> str:
+    """``docs/scaling.md``."""
+    ms = {name: 1000 * getattr(times, name) for name in ("load", "ask", "publish", "hand_out", "update")}
+    draws = sorted(1000 * draw for draw in times.draws)
+    lines = [
+        "# How far do workers scale?",
+        "",
+        f"By `python scripts/scaling.py`, on {platform.machine()}, {os.cpu_count()} cores, no GPU. The quickstart's",
+        f"iteration, {PROMPTS} prompts with {SAMPLES} responses each, drawn by [workers on Ray](ray.md), a prompt at a time.",
+        "*Measured*: the times of one worker of one thread and of a run of one thread, and runs with two workers.",
+        "*Simulated*: everything else, by a discrete-event model (`scripts/scaling_model.py`) that draws from these times.",
+        "",
+        "| what | milliseconds |",
+        "|---|---|",
+        f"| draw an item: mean (5%, 95%) | {statistics.fmean(draws):.1f} "
+        f"({draws[len(draws) // 20]:.1f}, {draws[-len(draws) // 20]:.1f}) |",
+        f"| a worker takes over new weights, and lays them out for sampling | {ms['load']:.1f} |",
+        f"| the parameter actor answers | {ms['ask']:.2f} |",
+        f"| publish weights | {ms['publish']:.1f} |",
+        f"| hand out an item, take its answer and score it | {ms['hand_out']:.2f} |",
+        f"| learn from an iteration | {ms['update']:.0f} |",
+        "",
+        f"With both cores busy a draw takes {slowdown:.2f} times as long.",
+        "",
+        "## Is the model right?",
+        "",
+        "Two workers and the run share this machine's two cores. Seconds of an iteration:",
+        "",
+        "| mode | predicted | measured | difference |",
+        "|---|---|---|---|",
+        *(
+            f"| {mode} | {predicted[mode].seconds:.3f} | {measured[mode]:.3f} | "
+            f"{predicted[mode].seconds / measured[mode] - 1:+.1%} |"
+            for mode in MODES
+        ),
+        "",
+        "## What binds",
+        "",
+        "Here every worker has a core of its own, and so has the run. Iterations a minute, and what takes most of an",
+        "iteration's time: the update; or, while the run waits, what its workers are at (generation, taking over weights,",
+        "waiting to be handed something) or that they have nothing left to do (stragglers).",
+    ]
+    for name, modes in found.items():
+        lines += ["", f"**{name}**: {WORKLOADS[name][0]}.", "", f"| workers | {' | '.join(MODES)} |"]
+        lines += ["|---|" + "---|" * len(MODES)]
+        lines += [
+            f"| {n} | {' | '.join(f'{60 / modes[m][n].seconds:.0f}, {modes[m][n].binds}' for m in MODES)} |"
+            for n in WORKERS
+        ]
+    lines += ["", "![iterations a minute over workers](img/scaling.png)", ""]
+    return "\n".join(lines)
+
+
+def draw(found: dict[str, dict[str, dict[int, Outcome]]], path: Path) -> None:
+    """Iterations a minute over workers, and below, for each workload, where the time of 16 workers goes."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(found), figsize=(4 * len(found), 6), squeeze=False)
+    for (above, below), (name, modes) in zip(axes.T, found.items(), strict=True):
+        for mode, by_workers in modes.items():
+            above.plot(WORKERS, [60 / by_workers[n].seconds for n in WORKERS], marker="o", markersize=3, label=mode)
+        above.set(title=name, xscale="log", yscale="log", xlabel="workers", xticks=WORKERS)
+        above.set_xticklabels([str(n) for n in WORKERS])
+        above.minorticks_off()
+        above.grid(alpha=0.3)
+        start = [0.0] * len(modes)
+        for number, cause in enumerate(CAUSES):
+            shares = [by_workers[16].shares[cause] for by_workers in modes.values()]
+            below.barh(list(modes), shares, left=start, color=f"C{number + 3}", label=cause)
+            start = [a + b for a, b in zip(start, shares, strict=True)]
+        below.set(xlim=(0, 1), xlabel="share of an iteration, 16 workers")
+        below.invert_yaxis()
+    axes[0, 0].set_ylabel("iterations a minute")
+    axes[0, 0].legend(fontsize=8)
+    axes[1, 0].legend(fontsize=7)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Measure, simulate, compare, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--iterations", type=int, default=30, help="Of every measured run, at least 12.")
+    parser.add_argument("--out", type=Path, default=DOCS, help="Where scaling.md and img/ go.")
+    arguments = parser.parse_args()
+    if arguments.iterations < 12:
+        parser.error("the first iterations of a run do not count: it needs at least 12.")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    times, slowdown, measured = measure(arguments.iterations)
+    predicted, found = predict(times, slowdown), simulate(times)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text = page(times, slowdown, measured, predicted, found)
+    write_atomically(arguments.out / "scaling.md", text)
+    draw(found, arguments.out / "img" / "scaling.png")
+    print(text)
+    worst = max(MODES, key=lambda mode: abs(predicted[mode].seconds / measured[mode] - 1))
+    p, m = predicted[worst].seconds, measured[worst]
+    print(f"predicted {p:.3f} measured {m:.3f} difference {p / m - 1:+.1%}")
+
+
+if __name__ == "__main__":
+    main()
