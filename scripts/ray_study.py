@@ -1,5 +1,4 @@
-"""Do remote workers make the same run, does it learn when they work ahead, and what do kills do?
-``python scripts/ray_study.py --seeds 5 --kills 10``.
+"""What remote workers do to a run: ``python scripts/ray_study.py --seeds 5 --kills 10``.
 
 Trains the embedded model on its arithmetic in process, by two workers in step, one iteration ahead, and at most four
 versions behind, over several seeds, and compares held-out pass@1 in pairs. Then kills workers at random times in one

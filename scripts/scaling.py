@@ -14,13 +14,14 @@ import os
 import platform
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
 from ray_runs import PROMPTS, SAMPLES, Run, make_sampler, train
-from scaling_model import CAUSES, Cores, Model, Outcome, Times
+from scaling_model import CAUSES, Cores, Model, Outcome, Times, binds
 
 from rlalign.run_folder import write_atomically
 
@@ -28,11 +29,20 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 MODES = {"synchronous": 0, "one ahead": 1, "bounded 4": 4}
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 WORKLOADS: dict[str, tuple[str, dict[str, float]]] = {
-    "as measured": ("the times below", {}),
-    "long tail": ("every draw times a lognormal factor of mean 1 (sigma 1): responses of very different lengths", {"tail": 1.0}),
-    "large policy": ("weights take 100 times as long to publish and to take over", {"publish": 100.0, "load": 100.0}),
+    "as measured": ("the times above", {}),
+    "long responses": ("a draw takes 20 times as long", {"draws": 20.0}),
+    "long tail": (
+        "the same, times a lognormal factor of mean 1 (sigma 1) on every draw: responses of very different lengths",
+        {"draws": 20.0, "tail": 1.0},
+    ),
+    "large policy": (
+        "long responses, and weights that take 100 times as long to publish and to take over",
+        {"draws": 20.0, "publish": 100.0, "load": 100.0},
+    ),
 }
 """What is assumed beyond what was measured: factors, or the tail."""
+Found = dict[str, dict[str, dict[int, tuple[Outcome, str]]]]
+"""Workload -> mode -> number of workers -> what becomes of it, and what binds."""
 
 
 def times_of(run: Run, seconds: list[tuple[float, float]], ask: float, skip: int) -> Times:
@@ -84,20 +94,29 @@ def predict(times: Times, slowdown: float) -> dict[str, Outcome]:
     """Of two workers and the run on the cores of this machine."""
     count = os.cpu_count() or 1
     return {
-        mode: Model(times, 2, staleness, PROMPTS, lambda env: Cores(env, count, slowdown)).run(60)
+        mode: Model(times, 2, staleness, PROMPTS, lambda env: Cores(env, count, slowdown)).run()
         for mode, staleness in MODES.items()
     }
 
 
-def simulate(times: Times) -> dict[str, dict[str, dict[int, Outcome]]]:
-    """Workload -> mode -> workers -> what becomes of it, with a core for every worker and one for the run."""
-    found: dict[str, dict[str, dict[int, Outcome]]] = {}
-    for name, (_, changes) in WORKLOADS.items():
-        changed: dict[str, Any] = {
-            key: value if key == "tail" else getattr(times, key) * value for key, value in changes.items()
-        }
+def with_changes(times: Times, factors: dict[str, float]) -> Times:
+    """Service times of a workload."""
+    changed: dict[str, Any] = {
+        name: getattr(times, name) * factor for name, factor in factors.items() if name not in ("draws", "tail")
+    }
+    draws = [draw * factors.get("draws", 1.0) for draw in times.draws]
+    return replace(times, **changed, draws=draws, tail=factors.get("tail", 0.0))
+
+
+def simulate(times: Times) -> Found:
+    """What becomes of it, with a core for every worker and one for the run, and what binds."""
+    found: Found = {}
+    for name, (_, factors) in WORKLOADS.items():
+        changed = with_changes(times, factors)
         found[name] = {
-            mode: {n: Model(times.changed(**changed), n, staleness, PROMPTS).run(60) for n in WORKERS}
+            mode: {
+                n: (Model(changed, n, staleness, PROMPTS).run(), binds(changed, n, staleness, PROMPTS)) for n in WORKERS
+            }
             for mode, staleness in MODES.items()
         }
     return found
@@ -108,7 +127,7 @@ def page(
     slowdown: float,
     measured: dict[str, float],
     predicted: dict[str, Outcome],
-    found: dict[str, dict[str, dict[int, Outcome]]],
+    found: Found,
 ) -> str:
     """``docs/scaling.md``."""
     ms = {name: 1000 * getattr(times, name) for name in ("load", "ask", "publish", "hand_out", "update")}
@@ -117,9 +136,9 @@ def page(
         "# How far do workers scale?",
         "",
         f"By `python scripts/scaling.py`, on {platform.machine()}, {os.cpu_count()} cores, no GPU. The quickstart's",
-        f"iteration, {PROMPTS} prompts with {SAMPLES} responses each, drawn by [workers on Ray](ray.md), a prompt at a time.",
+        f"iteration, {PROMPTS} prompts with {SAMPLES} responses, drawn by [workers on Ray](ray.md), a prompt at a time.",
         "*Measured*: the times of one worker of one thread and of a run of one thread, and runs with two workers.",
-        "*Simulated*: everything else, by a discrete-event model (`scripts/scaling_model.py`) that draws from these times.",
+        "*Simulated*: everything else, by a discrete-event model (`scripts/scaling_model.py`) that draws from these.",
         "",
         "| what | milliseconds |",
         "|---|---|",
@@ -147,37 +166,39 @@ def page(
         "",
         "## What binds",
         "",
-        "Here every worker has a core of its own, and so has the run. Iterations a minute, and what takes most of an",
-        "iteration's time: the update; or, while the run waits, what its workers are at (generation, taking over weights,",
-        "waiting to be handed something) or that they have nothing left to do (stragglers).",
+        "Here every worker has a core of its own, and so has the run; the network between machines is not in it.",
+        "Iterations a minute, and what binds: of generation, update, broadcast (publishing and taking over weights)",
+        "and hand-out, each at half its time, and of draws that all take the same (stragglers), what would help most.",
     ]
     for name, modes in found.items():
         lines += ["", f"**{name}**: {WORKLOADS[name][0]}.", "", f"| workers | {' | '.join(MODES)} |"]
         lines += ["|---|" + "---|" * len(MODES)]
-        lines += [
-            f"| {n} | {' | '.join(f'{60 / modes[m][n].seconds:.0f}, {modes[m][n].binds}' for m in MODES)} |"
-            for n in WORKERS
-        ]
+        lines += [f"| {n} | {' | '.join(cell(*modes[mode][n]) for mode in MODES)} |" for n in WORKERS]
     lines += ["", "![iterations a minute over workers](img/scaling.png)", ""]
     return "\n".join(lines)
 
 
-def draw(found: dict[str, dict[str, dict[int, Outcome]]], path: Path) -> None:
+def cell(outcome: Outcome, cause: str) -> str:
+    """Of the table."""
+    return f"{60 / outcome.seconds:.1f}, {cause}"
+
+
+def draw(found: Found, path: Path) -> None:
     """Iterations a minute over workers, and below, for each workload, where the time of 16 workers goes."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(found), figsize=(4 * len(found), 6), squeeze=False)
+    figure, axes = plt.subplots(2, len(found), figsize=(3.6 * len(found), 6), squeeze=False)
     for (above, below), (name, modes) in zip(axes.T, found.items(), strict=True):
         for mode, by_workers in modes.items():
-            above.plot(WORKERS, [60 / by_workers[n].seconds for n in WORKERS], marker="o", markersize=3, label=mode)
+            above.plot(WORKERS, [60 / by_workers[n][0].seconds for n in WORKERS], marker="o", markersize=3, label=mode)
         above.set(title=name, xscale="log", yscale="log", xlabel="workers", xticks=WORKERS)
         above.set_xticklabels([str(n) for n in WORKERS])
         above.minorticks_off()
         above.grid(alpha=0.3)
         start = [0.0] * len(modes)
         for number, cause in enumerate(CAUSES):
-            shares = [by_workers[16].shares[cause] for by_workers in modes.values()]
+            shares = [by_workers[16][0].shares[cause] for by_workers in modes.values()]
             below.barh(list(modes), shares, left=start, color=f"C{number + 3}", label=cause)
             start = [a + b for a, b in zip(start, shares, strict=True)]
         below.set(xlim=(0, 1), xlabel="share of an iteration, 16 workers")

@@ -1,16 +1,17 @@
 """A discrete-event model of remote sampling workers: what an iteration takes, and what holds it up."""
 
 import random
+import statistics
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import simpy
 
 CAUSES = ("update", "generation", "broadcast", "hand-out", "stragglers")
 """What the time of an iteration goes to: learning; waiting for responses while workers draw, take over weights or wait
 to be handed something; and waiting while they have nothing left to do."""
+ITERATIONS = 30
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,17 @@ class Times:
     tail: float = 0.0
     """Standard deviation of the logarithm of a factor on every draw whose mean is 1."""
 
-    def changed(self, **changes: Any) -> "Times":
-        """A copy."""
-        return replace(self, **changes)
+    def without(self, cause: str) -> "Times":
+        """With half the time for a cause, or for stragglers with draws that all take the same."""
+        if cause == "update":
+            return replace(self, update=self.update / 2)
+        if cause == "generation":
+            return replace(self, draws=[draw / 2 for draw in self.draws])
+        if cause == "broadcast":
+            return replace(self, load=self.load / 2, ask=self.ask / 2, publish=self.publish / 2)
+        if cause == "hand-out":
+            return replace(self, hand_out=self.hand_out / 2)
+        return replace(self, draws=[statistics.fmean(self.draws)], tail=0.0)
 
 
 class Cores:
@@ -100,11 +109,6 @@ class Outcome:
     staleness: float
     """Versions that weights are old, a mean over responses."""
 
-    @property
-    def binds(self) -> str:
-        """What takes most of the time."""
-        return max(self.shares, key=lambda cause: self.shares[cause])
-
 
 class Model:
     """A run and its workers.
@@ -143,7 +147,7 @@ class Model:
         for _ in range(num_workers):
             self.env.process(self._work())
 
-    def run(self, iterations: int, skip: int = 5) -> Outcome:
+    def run(self, iterations: int = ITERATIONS, skip: int = 5) -> Outcome:
         """Of so many iterations; the first ones do not count."""
         process = self.env.process(self._learn(iterations, skip))
         seconds: float = self.env.run(process) / (iterations - skip)
@@ -217,3 +221,9 @@ class Model:
             self.missing[iteration] -= 1
             if not self.missing[iteration]:
                 self.done[iteration].succeed()
+
+
+def binds(times: Times, num_workers: int, staleness: int, num_items: int) -> str:
+    """The cause with the largest effect on an iteration's time, each halved in turn; everything has its own core."""
+    effects = {cause: Model(times.without(cause), num_workers, staleness, num_items).run().seconds for cause in CAUSES}
+    return min(effects, key=lambda cause: effects[cause])

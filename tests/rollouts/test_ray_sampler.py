@@ -3,6 +3,9 @@
 import csv
 import importlib.util
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,6 @@ from rlalign.models.policy import Policy, PolicyConfig
 from rlalign.rollouts.curriculum import StratifiedWorkers
 from rlalign.rollouts.sampling.base import AheadSampler, SampleRequest, SamplingParams
 from rlalign.rollouts.sampling.ray import RaySampler
-from rlalign.rollouts.sampling.ray.cluster import connect
 from rlalign.rollouts.sampling.ray.weights import gather_weights, take_weights
 from runs import fit, make_run, weights
 
@@ -27,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
 
 
-def of_rank(rank: int, model: str, prompts: str) -> tuple[list[float], int, float]:
+def of_rank(rank: int, model: str, prompts: str) -> tuple[list[float], int, float, dict]:
     """In a rank of its own: a run whose share of an iteration is drawn by a worker of this rank."""
     os.environ["PYTHONPATH"] = PATH
     sampler = RaySampler(num_workers=1, object_store_mb=100)
@@ -36,7 +38,8 @@ def of_rank(rank: int, model: str, prompts: str) -> tuple[list[float], int, floa
     assert sampler.version == 2
     import ray
 
-    found = weights(module).tolist(), len(ray.nodes()), float(fitted.callback_metrics["rollout/staleness"])
+    stale = float(fitted.callback_metrics["rollout/staleness"])
+    found = weights(module).tolist(), len(ray.nodes()), stale, ray.cluster_resources()
     torch.distributed.barrier()  # rank 0 has the cluster
     sampler.close()
     return found
@@ -46,32 +49,50 @@ def test_ranks_share_a_cluster_and_make_the_run_of_one(tiny_model, prompts_file)
     """First in this file: ranks are forked, which does not go with a cluster that this process is connected to."""
     module, _, _ = fit(tiny_model, prompts_file, trainer={"max_epochs": 2})
     found = run_distributed(of_rank, tiny_model, prompts_file, timeout=170)
-    for got, nodes, staleness in found:
+    for got, nodes, staleness, resources in found:
         torch.testing.assert_close(torch.tensor(got), weights(module), atol=1e-6, rtol=1e-5)
         assert (nodes, staleness) == (1, 0)
+        assert resources["CPU"] == max(os.cpu_count() or 1, 2)
+        assert resources["object_store_memory"] == 100 << 20, "it was started as it was asked for"
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """One that is as RaySampler starts it, for many workers of one thread."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = PATH
-    assert connect(None, 12, 0, 100)
+    """One that runs before there is a run, as docs/ray.md has it; its address."""
     import ray
 
-    yield ray.cluster_resources()
-    ray.shutdown()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
+    command += [
+        "--num-cpus=12",
+        "--object-store-memory=100000000",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+    ]
+    environment = {"PYTHONPATH": PATH, "RAY_AUTH_MODE": "disabled"}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as head,
+    ):
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        assert head.stdout is not None
+        assert any("Ray runtime started" in line for line in head.stdout), "it says so, or ends"
+        yield f"127.0.0.1:{port}"
+        ray.shutdown()
+        head.terminate()
+        head.stdout.read()
 
 
 @pytest.fixture(scope="module")
 def crew(cluster, tmp_path_factory):
     """Two workers with the local sampler, which can be asked to die."""
     folder = tmp_path_factory.mktemp("asked")
-    sampler = RaySampler(2, sampler=Obliging(str(folder)), cpus_per_worker=2, environment={"MOOD": "fine"})
+    options = {"cpus_per_worker": 2, "environment": {"MOOD": "fine"}, "address": cluster}
+    sampler = RaySampler(2, sampler=Obliging(str(folder)), **options)
     yield sampler
     sampler.close()
     with pytest.raises(RuntimeError, match=r"Call sync\(policy\) first"):
@@ -85,6 +106,13 @@ def sampler(crew):
     return crew
 
 
+def call_until_dead(worker) -> None:
+    import ray
+
+    while True:
+        ray.get(worker.release.remote())
+
+
 def drawn(data) -> list[tuple]:
     return [(r.prompt_index, r.sample_index, r.token_ids.tolist()) for r in data.last_rollouts]
 
@@ -92,11 +120,6 @@ def drawn(data) -> list[tuple]:
 def close(ours, theirs) -> None:
     for a, b in zip(ours.last_rollouts, theirs.last_rollouts, strict=True):
         torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=1e-4)
-
-
-def test_a_cluster_is_started_as_it_was_asked_for(cluster):
-    assert cluster["CPU"] == 12
-    assert cluster["object_store_memory"] == 100 << 20
 
 
 def test_synchronous_workers_make_the_run_of_none(tiny_model, prompts_file, sampler):
@@ -197,8 +220,7 @@ def test_a_method_with_workers_keeps_what_they_remember_in_their_processes(tiny_
 
     ray.kill(first)
     with pytest.raises(ray.exceptions.RayActorError):
-        while True:  # until it is dead
-            ray.get(first.release.remote())
+        call_until_dead(first)
     assert {n: len(memory) for n, memory in theirs.memories.items()} == {0: 0, 1: 24}, "it dies with the worker"
     assert sampler.crew.workers[0] is not first
     theirs.on_load_checkpoint(saved)
@@ -215,6 +237,7 @@ def test_distributed_adaptive_po_has_workers_by_configuration_alone(cluster, tmp
     short = ["--trainer.max_epochs=2", "--trainer.check_val_every_n_epoch=2", "--data.init_args.val_limit=4"]
     short += ["--data.init_args.prompts_per_iteration=4", "--data.init_args.group_size=2"]
     short += ["--data.init_args.step_size=null", "--data.init_args.sampler.init_args.num_workers=1"]
+    short += [f"--data.init_args.sampler.init_args.address={cluster}"]
     assert main(["fit", *configs, "--run=short", *short, "--model.init_args.replay_share=1"]) == 0
     rows = list(csv.DictReader((tmp_path / "runs" / "short" / "metrics.csv").open()))
     assert float(rows[-1]["rollout/staleness_max"]) <= 1
@@ -251,9 +274,9 @@ def test_a_replica_takes_over_what_differs_from_the_checkpoint(tiny_model, polic
 
 def test_too_few_processors_are_told(cluster, tiny_model, prompts_file):
     with pytest.raises(RuntimeError, match="need 13 CPUs of the Ray cluster, which has 12"):
-        fit(tiny_model, prompts_file, sampler=RaySampler(num_workers=13))
+        fit(tiny_model, prompts_file, sampler=RaySampler(num_workers=13, address=cluster))
     with pytest.raises(RuntimeError, match="need 1 GPUs of the Ray cluster, which has 0"):
-        fit(tiny_model, prompts_file, sampler=RaySampler(num_workers=2, gpus_per_worker=0.5))
+        fit(tiny_model, prompts_file, sampler=RaySampler(2, address=cluster, gpus_per_worker=0.5))
 
 
 @pytest.mark.parametrize(

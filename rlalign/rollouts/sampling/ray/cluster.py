@@ -47,6 +47,7 @@ def connect(address: str | None, cpus: float, gpus: float, object_store_mb: int 
         Whether this process has started one.
 
     Raises:
+        ConnectionError: If there is no such cluster.
         RuntimeError: If the cluster is too small for the workers, which would wait for ever.
     """
     rank, world = rank_and_size()
@@ -94,5 +95,11 @@ def _join(wanted: str | None, cpus: float, object_store_mb: int | None) -> tuple
         num_cpus = max(math.ceil(cpus), os.cpu_count() or 1)
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **memory, **_QUIET)
     elif not ray.is_initialized():
-        ray.init(address=wanted, **_QUIET)
+        try:
+            ray.init(address=wanted, **_QUIET)
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"RaySampler: no Ray cluster at address={wanted} lets this process in. One with tokens wants "
+                f"{_AUTHENTICATION}=token in the environment (docs/ray.md)."
+            ) from error
     return ray.get_runtime_context().gcs_address, os.environ.get(_AUTHENTICATION), started
