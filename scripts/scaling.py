@@ -135,8 +135,8 @@ def page(
     lines = [
         "# How far do workers scale?",
         "",
-        f"By `python scripts/scaling.py`, on {platform.machine()}, {os.cpu_count()} cores, no GPU. The quickstart's",
-        f"iteration, {PROMPTS} prompts with {SAMPLES} responses, drawn by [workers on Ray](ray.md), a prompt at a time.",
+        f"By `python scripts/scaling.py`, on {platform.machine()}, {os.cpu_count()} cores, no GPU. The iteration is that",
+        f"of the quickstart, {PROMPTS} prompts with {SAMPLES} responses; [workers](ray.md) are handed a prompt at a time.",
         "*Measured*: the times of one worker of one thread and of a run of one thread, and runs with two workers.",
         "*Simulated*: everything else, by a discrete-event model (`scripts/scaling_model.py`) that draws from these.",
         "",

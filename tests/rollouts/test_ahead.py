@@ -2,53 +2,15 @@
 
 import pytest
 
+from ahead_sampler import AheadInProcess
 from rlalign.algorithms.distributed_adaptive_po import DistributedAdaptivePO
 from rlalign.rollouts.curriculum import StratifiedWorkers
 from rlalign.rollouts.sampling.base import AheadSampler
-from rlalign.rollouts.sampling.local import LocalSampler
 from runs import fit, make_run, weights
 
 
-class Drawn:
-    def __init__(self, completions, events, number):
-        self.completions, self.events, self.number = completions, events, number
-
-    def result(self):
-        self.events.append(("take", self.number))
-        return self.completions
-
-    def cancel(self):
-        self.events.append(("cancel", self.number))
-
-
-class InProcess(LocalSampler):
-    """Draws at once what is submitted, by the weights of then."""
-
-    num_workers, num_replaced, busy_seconds, broadcast_seconds = 1, 0, 0.0, 0.0
-
-    def __init__(self, staleness: int) -> None:
-        super().__init__()
-        self.staleness, self.version, self.submitted = staleness, 0, 0
-        self.events: list[tuple[str, int]] = []
-
-    def is_approximate(self, dtype):
-        return self.staleness > 0
-
-    def sync(self, policy):
-        super().sync(policy)
-        self.version += 1
-
-    def submit(self, requests, params):
-        self.submitted += 1
-        self.events.append(("ask", self.submitted))
-        drawn = super().sample(requests, params)
-        for completion in drawn:
-            completion.version = self.version
-        return Drawn(drawn, self.events, self.submitted)
-
-
 def run(model, prompts, staleness, epochs=4, **options):
-    sampler = None if staleness is None else InProcess(staleness)
+    sampler = None if staleness is None else AheadInProcess(staleness)
     seen = []
     module, data, trainer = make_run(model, prompts, trainer={"max_epochs": epochs}, sampler=sampler, **options)
     collect = data.collect
@@ -116,7 +78,7 @@ def test_strata_of_an_iteration_are_those_that_it_was_drawn_with(tiny_model, tmp
             found.append((by.worker[prompts].tolist(), by.importance(prompts).tolist()))
             return super().advantages(rollouts, group_size)
 
-    options = {"curriculum": StratifiedWorkers("level", num_workers=2), "sampler": InProcess(1)}
+    options = {"curriculum": StratifiedWorkers("level", num_workers=2), "sampler": AheadInProcess(1)}
     fit(tiny_model, str(path), Watched, {"max_epochs": 3}, **options)
     assert [workers for workers, _ in found] == [[0, 1, 0, 1]] * 3
     assert all(weight > 0 for _, weights_ in found for weight in weights_)
