@@ -1,5 +1,7 @@
 """What the scripts that measure remote workers share: short runs on the embedded model, watched as they go."""
 
+import os
+import platform
 import random
 import threading
 import time
@@ -22,6 +24,11 @@ from rlalign.rollouts.sampling.ray import RaySampler
 PROMPTS, SAMPLES = 64, 8
 MODES = {"none": None, "synchronous": 0, "one ahead": 1, "bounded 4": 4}
 """How iterations are sampled: in process, or by workers, with weights at most so many versions old."""
+
+
+def machine() -> str:
+    """What the runs ran on."""
+    return f"{platform.machine()}, {os.cpu_count()} cores, no GPU, a thread for the run and one for each worker"
 
 
 @dataclass

@@ -3,25 +3,28 @@
 Trains the embedded model on its arithmetic in process, by two workers in step, one iteration ahead, and at most four
 versions behind, over several seeds, and compares held-out pass@1 in pairs. Then kills workers at random times in one
 run, and counts prompts. Then measures how many response tokens a second each mode makes. Writes ``docs/ray.md`` between
-its marks.
+its marks. Parts that are not asked for are those of an earlier call (``runs/ray_study.json``).
 
 Closes with ``learning ...`` a mode, ``kills ...`` and ``throughput ...``, a line each.
 """
 
 import argparse
+import json
 import logging
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from experiments import mean_and_interval
-from learning import machine
-from ray_runs import MODES, PROMPTS, SAMPLES, Killer, Run, make_sampler, train
+from ray_runs import MODES, PROMPTS, SAMPLES, Killer, Run, machine, make_sampler, train
 
+from rlalign.cli.folders import RUNS
 from rlalign.run_folder import write_atomically
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "ray.md"
+RESULTS = RUNS / "ray_study.json"
+PARTS = ("learning", "kills", "throughput")
 MARKS = "<!-- ray_study.py -->", "<!-- end -->"
 
 
@@ -90,23 +93,23 @@ def throughput(iterations: int, repeats: int) -> dict[str, float]:
     return {mode: statistics.median(values) for mode, values in found.items()}
 
 
-def section(seeds: int, iterations: int, rows: Sequence[str], killed: str, tokens: dict[str, float]) -> str:
+def section(found: dict[str, Any]) -> str:
     """Of the page."""
-    base = tokens["synchronous"]
+    learning, tokens = found["learning"], found["throughput"]
     lines = [
-        f"By `python scripts/ray_study.py`, {seeds} seeds of {iterations} iterations of the quickstart's task, on "
-        f"{machine(1)}; two workers on",
-        "the same two cores. Means with 95% t intervals; differences pair the seeds.",
+        f"By `python scripts/ray_study.py`, {learning['seeds']} seeds, {learning['iterations']} iterations of the",
+        f"quickstart's task, two workers, on {machine()}.",
+        "Means with 95% t intervals; differences pair the seeds.",
         "",
         "| mode | pass@1 | to none | versions behind: mean, most of an iteration | weights |",
         "|---|---|---|---|---|",
-        *rows,
+        *learning["rows"],
         "",
-        f"One run with random kills, synchronous, beside one without workers: {killed}.",
+        f"One run with random kills, in step, beside one without workers: {found['kills']['line']}.",
         "",
         "| mode | response tokens a second, whole iterations | to synchronous |",
         "|---|---|---|",
-        *(f"| {mode} | {value:,.0f} | {value / base:.2f} |" for mode, value in tokens.items()),
+        *(f"| {mode} | {value:,.0f} | {value / tokens['synchronous']:.2f} |" for mode, value in tokens.items()),
     ]
     return "\n".join(lines)
 
@@ -126,19 +129,31 @@ def main() -> None:
     parser.add_argument("--kill-iterations", type=int, default=120, help="Of that run.")
     parser.add_argument("--repeats", type=int, default=3, help="Of what measures throughput.")
     parser.add_argument("--page", type=Path, default=PAGE, help="Where the table goes, between its marks.")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="What to measure anew.")
     arguments = parser.parse_args()
     if arguments.seeds < 2:
         parser.error("an interval needs at least two seeds.")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    rows, lines = learning_rows(learn(arguments.seeds, arguments.iterations))
-    killed, is_well = kill(arguments.kills, arguments.kill_iterations)
-    tokens = throughput(arguments.iterations, arguments.repeats)
-    text = section(arguments.seeds, arguments.iterations, rows, killed, tokens)
-    write_atomically(arguments.page, between_marks(arguments.page.read_text(), text))
-    print("\n".join([*lines, killed]))
-    print("throughput " + " ".join(f"{mode} {value:,.0f}" for mode, value in tokens.items()))
-    if not is_well:
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if "learning" in arguments.parts:
+        rows, lines = learning_rows(learn(arguments.seeds, arguments.iterations))
+        sizes = {"seeds": arguments.seeds, "iterations": arguments.iterations}
+        found["learning"] = {"rows": rows, "lines": lines, **sizes}
+    if "kills" in arguments.parts:
+        line, is_well = kill(arguments.kills, arguments.kill_iterations)
+        found["kills"] = {"line": line, "is_well": is_well}
+    if "throughput" in arguments.parts:
+        found["throughput"] = throughput(arguments.iterations, arguments.repeats)
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(RESULTS, json.dumps(found))
+    missing = set(PARTS) - set(found)
+    if missing:
+        raise SystemExit(f"Not measured yet, so no page is written: {', '.join(sorted(missing))}.")
+    write_atomically(arguments.page, between_marks(arguments.page.read_text(), section(found)))
+    print("\n".join([*found["learning"]["lines"], found["kills"]["line"]]))
+    print("throughput " + " ".join(f"{mode} {value:,.0f}" for mode, value in found["throughput"].items()))
+    if not found["kills"]["is_well"]:
         raise SystemExit("A run with kills did not make what one without makes, or had not all of them.")
 
 

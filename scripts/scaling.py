@@ -11,7 +11,6 @@ Closes with ``predicted P measured M difference D``, seconds of an iteration, of
 import argparse
 import logging
 import os
-import platform
 import statistics
 import time
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import Any
 
 import matplotlib
 import torch
-from ray_runs import PROMPTS, SAMPLES, Run, make_sampler, train
+from ray_runs import PROMPTS, SAMPLES, Run, machine, make_sampler, train
 from scaling_model import CAUSES, Cores, Model, Outcome, Times, binds
 
 from rlalign.run_folder import write_atomically
@@ -135,8 +134,9 @@ def page(
     lines = [
         "# How far do workers scale?",
         "",
-        f"By `python scripts/scaling.py`, on {platform.machine()}, {os.cpu_count()} cores, no GPU. The iteration is that",
-        f"of the quickstart, {PROMPTS} prompts with {SAMPLES} responses; [workers](ray.md) are handed a prompt at a time.",
+        f"By `python scripts/scaling.py`, on {machine()}.",
+        f"An iteration is that of the quickstart, {PROMPTS} prompts with {SAMPLES} responses; [workers](ray.md) are",
+        "handed a prompt at a time.",
         "*Measured*: the times of one worker of one thread and of a run of one thread, and runs with two workers.",
         "*Simulated*: everything else, by a discrete-event model (`scripts/scaling_model.py`) that draws from these.",
         "",
