@@ -30,11 +30,15 @@ PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
 
 
 def of_rank(rank: int, model: str, prompts: str) -> tuple[list[float], int, float, dict]:
-    """In a rank of its own: a run whose share of an iteration is drawn by a worker of this rank."""
+    """In a rank of its own: a run whose share of an iteration is drawn by a worker of this rank.
+
+    What workers remember is in one of rank 0, and all ranks are told.
+    """
     os.environ["PYTHONPATH"] = PATH
     sampler = RaySampler(num_workers=1, object_store_mb=100)
     trainer = {"max_epochs": 2, "strategy": "ddp", "devices": 2}
-    module, _, fitted = fit(model, prompts, trainer=trainer, sampler=sampler)
+    by = StratifiedWorkers(num_workers=2)
+    module, _, fitted = fit(model, prompts, DistributedAdaptivePO, trainer, sampler=sampler, curriculum=by)
     assert sampler.version == 2
     import ray
 
@@ -47,7 +51,8 @@ def of_rank(rank: int, model: str, prompts: str) -> tuple[list[float], int, floa
 
 def test_ranks_share_a_cluster_and_make_the_run_of_one(tiny_model, prompts_file):
     """First in this file: ranks are forked, which does not go with a cluster that this process is connected to."""
-    module, _, _ = fit(tiny_model, prompts_file, trainer={"max_epochs": 2})
+    by = StratifiedWorkers(num_workers=2)
+    module, _, _ = fit(tiny_model, prompts_file, DistributedAdaptivePO, {"max_epochs": 2}, curriculum=by)
     found = run_distributed(of_rank, tiny_model, prompts_file, timeout=170)
     for got, nodes, staleness, resources in found:
         torch.testing.assert_close(torch.tensor(got), weights(module), atol=1e-6, rtol=1e-5)

@@ -73,13 +73,17 @@ class RaySampler:
         max_deaths: int = 3,
     ) -> None:
         check_installed()
-        least = {"num_workers": 1, "staleness": 0, "prompts_per_item": 1, "max_deaths": 1}
-        least |= {"cpus_per_worker": 0, "gpus_per_worker": 0}
-        given = {"num_workers": num_workers, "staleness": staleness, "prompts_per_item": prompts_per_item}
-        given |= {"max_deaths": max_deaths, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}  # type: ignore[dict-item]
-        for name, value in given.items():
-            if value < least[name]:
-                raise ValueError(f"RaySampler: {name} must be at least {least[name]}, got {value}.")
+        bounds: dict[str, tuple[float, int]] = {
+            "num_workers": (num_workers, 1),
+            "staleness": (staleness, 0),
+            "prompts_per_item": (prompts_per_item, 1),
+            "cpus_per_worker": (cpus_per_worker, 0),
+            "gpus_per_worker": (gpus_per_worker, 0),
+            "max_deaths": (max_deaths, 1),
+        }
+        for name, (value, least) in bounds.items():
+            if value < least:
+                raise ValueError(f"RaySampler: {name} must be at least {least}, got {value}.")
         if object_store_mb is not None and object_store_mb < 80:
             raise ValueError(
                 f"RaySampler: object_store_mb must be at least 80, Ray's own limit; got {object_store_mb}."
