@@ -9,11 +9,12 @@ Closes with ``predicted P measured M difference D``, seconds of an iteration, of
 """
 
 import argparse
+import json
 import logging
 import os
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,14 @@ import torch
 from ray_runs import PROMPTS, SAMPLES, Run, machine, make_sampler, train
 from scaling_model import CAUSES, Cores, Model, Outcome, Times, binds
 
+from rlalign.cli.folders import RUNS
+from rlalign.rollouts.sampling.ray import RaySampler
 from rlalign.run_folder import write_atomically
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+RESULTS = RUNS / "scaling.json"
 MODES = {"synchronous": 0, "one ahead": 1, "bounded 4": 4}
+SKIP = 3  # iterations at the start of a run, which do not count
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 WORKLOADS: dict[str, tuple[str, dict[str, float]]] = {
     "as measured": ("the times above", {}),
@@ -61,39 +66,55 @@ def times_of(run: Run, seconds: list[tuple[float, float]], ask: float, skip: int
     )
 
 
-def measure(iterations: int, skip: int = 3) -> tuple[Times, float, dict[str, float]]:
-    """Service times, how much slower drawing is with both cores busy, and seconds of an iteration of two workers."""
+def measure(iterations: int, repeats: int) -> tuple[Times, float, dict[str, float]]:
+    """Service times, how much slower drawing is with both cores busy, and seconds of an iteration of two workers.
+
+    All of it is measured in turn again and again, and medians are taken: what else the machine does comes and goes.
+    """
+    one, two = (make_sampler(n, prompts_per_item=1, cpus_per_worker=0.5) for n in (1, 2))
+    train(0, 3, one, validate=False)
+    train(0, 3, two, validate=False)
+    assert one.crew is not None
+    assert two.crew is not None
+    found, slowdowns, measured = [], [], {mode: [] for mode in MODES}
+    for seed in range(repeats):
+        run = train(seed, iterations, one, validate=False)
+        found.append(times_of(run, list(one.crew.seconds), ask_seconds(one), SKIP))
+        for mode, staleness in MODES.items():
+            two.staleness = staleness
+            measured[mode].append(train(seed, iterations, two, validate=False).watch.seconds(SKIP + staleness))
+            if staleness == 0:
+                together = [draw for _, draw in list(two.crew.seconds)[-PROMPTS * (iterations - SKIP) :]]
+                slowdowns.append(max(statistics.fmean(together) / statistics.fmean(found[-1].draws), 1.0))
+    one.close()
+    two.close()
+    single = ("load", "ask", "publish", "hand_out", "update")
+    medians = {name: statistics.median(getattr(times, name) for times in found) for name in single}
+    draws = sorted((times.draws for times in found), key=statistics.fmean)[len(found) // 2]
+    return (
+        Times(draws=draws, **medians),
+        statistics.median(slowdowns),
+        {mode: statistics.median(values) for mode, values in measured.items()},
+    )
+
+
+def ask_seconds(sampler: RaySampler, times: int = 50) -> float:
+    """For the parameter actor to answer."""
     import ray
 
-    one = make_sampler(1, prompts_per_item=1)
-    train(0, 3, one, validate=False)
-    assert one.crew is not None
-    run = train(0, iterations, one, validate=False)
     began = time.perf_counter()
-    for _ in range(50):
-        ray.get(one._parameters.newest.remote())
-    ask = (time.perf_counter() - began) / 50
-    times = times_of(run, list(one.crew.seconds), ask, skip)
-    one.close()
-    two = make_sampler(2, prompts_per_item=1)
-    train(0, 3, two, validate=False)
-    assert two.crew is not None
-    train(0, iterations, two, validate=False)
-    together = [draw for _, draw in list(two.crew.seconds)[-PROMPTS * (iterations - skip) :]]
-    slowdown = max(statistics.fmean(together) / statistics.fmean(times.draws), 1.0)
-    measured = {}
-    for mode, staleness in MODES.items():
-        two.staleness = staleness
-        measured[mode] = train(1, iterations, two, validate=False).watch.seconds(skip + staleness)
-    two.close()
-    return times, slowdown, measured
+    for _ in range(times):
+        ray.get(sampler._parameters.newest.remote())
+    return (time.perf_counter() - began) / times
 
 
-def predict(times: Times, slowdown: float) -> dict[str, Outcome]:
-    """Of two workers and the run on the cores of this machine."""
+def predict(times: Times, slowdown: float, iterations: int) -> dict[str, Outcome]:
+    """Of two workers and the run on the cores of this machine, for the iterations that were measured."""
     count = os.cpu_count() or 1
     return {
-        mode: Model(times, 2, staleness, PROMPTS, lambda env: Cores(env, count, slowdown)).run()
+        mode: Model(times, 2, staleness, PROMPTS, lambda env: Cores(env, count, slowdown)).run(
+            iterations, SKIP + staleness
+        )
         for mode, staleness in MODES.items()
     }
 
@@ -138,6 +159,7 @@ def page(
         f"An iteration is that of the quickstart, {PROMPTS} prompts with {SAMPLES} responses; [workers](ray.md) are",
         "handed a prompt at a time.",
         "*Measured*: the times of one worker of one thread and of a run of one thread, and runs with two workers.",
+        "All in turn, several times; medians.",
         "*Simulated*: everything else, by a discrete-event model (`scripts/scaling_model.py`) that draws from these.",
         "",
         "| what | milliseconds |",
@@ -214,15 +236,25 @@ def draw(found: Found, path: Path) -> None:
 def main() -> None:
     """Measure, simulate, compare, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--iterations", type=int, default=30, help="Of every measured run, at least 12.")
+    parser.add_argument("--iterations", type=int, default=20, help="Of every measured run, at least 12.")
+    parser.add_argument("--repeats", type=int, default=3, help="Of everything that is measured.")
     parser.add_argument("--out", type=Path, default=DOCS, help="Where scaling.md and img/ go.")
+    parser.add_argument("--measure-only", action="store_true", help="Keep the times in runs/scaling.json, and end.")
+    parser.add_argument("--again", action="store_true", help="Take the times that are there, and measure nothing.")
     arguments = parser.parse_args()
     if arguments.iterations < 12:
         parser.error("the first iterations of a run do not count: it needs at least 12.")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    times, slowdown, measured = measure(arguments.iterations)
-    predicted, found = predict(times, slowdown), simulate(times)
+    if not arguments.again:
+        times, slowdown, measured = measure(arguments.iterations, arguments.repeats)
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(RESULTS, json.dumps([asdict(times), slowdown, measured, arguments.iterations]))
+    if arguments.measure_only:
+        return
+    of_times, slowdown, measured, iterations = json.loads(RESULTS.read_text())
+    times = Times(**of_times)
+    predicted, found = predict(times, slowdown, iterations), simulate(times)
     arguments.out.mkdir(parents=True, exist_ok=True)
     text = page(times, slowdown, measured, predicted, found)
     write_atomically(arguments.out / "scaling.md", text)
