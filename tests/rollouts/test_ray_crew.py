@@ -64,10 +64,11 @@ def start(hall):
         crew.close()
 
 
-def death() -> Exception:
+def death(name: str = "ActorDiedError") -> Exception:
     import ray.exceptions
 
-    return ray.exceptions.ActorDiedError()
+    said = {"OutOfMemoryError": ("low on memory",), "ActorUnavailableError": ("not reached", b"0" * 16)}
+    return getattr(ray.exceptions, name)(*said.get(name, ()))
 
 
 def test_items_go_home_unless_somebody_is_free_and_come_back_in_order(hall, start):
@@ -103,10 +104,11 @@ def test_what_is_urgent_comes_first_and_earlier_submissions_before_later_ones(ha
     assert order == [3, 1, 2]
 
 
-def test_an_item_of_a_dead_worker_is_handed_out_again_in_front_and_counts_once(hall, start):
+@pytest.mark.parametrize("name", ["ActorDiedError", "ActorUnavailableError", "OutOfMemoryError", "WorkerCrashedError"])
+def test_an_item_of_a_dead_worker_is_handed_out_again_in_front_and_counts_once(hall, start, name):
     crew = start(1)
     drawing = crew.submit([item(0), item(1)], urgent=False)
-    hall.next()[3].set_exception(death())
+    hall.next()[3].set_exception(death(name))
     number, prompts, _, answer = hall.next()
     assert (number, prompts, hall.hired, crew.num_replaced) == (0, [0], [0, 0], 1)
     answer.set_result(done(0))

@@ -204,9 +204,10 @@ class Crew:
 
 def is_death(error: BaseException | None) -> bool:
     """Whether the process of a worker is gone, as opposed to something that it raised."""
-    import ray.exceptions
+    from ray import exceptions
 
-    return isinstance(error, ray.exceptions.RayActorError) and not isinstance(error, ray.exceptions.RayTaskError)
+    deaths = (exceptions.RayActorError, exceptions.OutOfMemoryError, exceptions.WorkerCrashedError)
+    return isinstance(error, deaths) and not isinstance(error, exceptions.RayTaskError)
 
 
 def _kill(worker: Any) -> None:
