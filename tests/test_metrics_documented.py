@@ -10,6 +10,7 @@ import pytest
 from lightning import seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from ahead_sampler import AheadInProcess
 from rlalign.algorithms.dapo import DAPO
 from rlalign.algorithms.direct_alignment_po import DirectAlignmentPO
 from rlalign.algorithms.distributed_adaptive_po import DistributedAdaptivePO
@@ -101,6 +102,7 @@ def logged(tiny_model: str, tmp_path: Path) -> set[str]:
         ("levels", GRPO, [], {"curriculum": GrowingLevels()}),
         ("composed", GRPO, [], composed),
         ("skipping", GRPO, [], {"kl_coef": 0.0, "skip_zero_advantages": True}),
+        ("ahead", GRPO, [], {"kl_coef": 0.0, "sampler": AheadInProcess(1)}),
     ):
         module, data, runner = make_run(
             tiny_model, str(prompts), algorithm, trainer(name, *callbacks), **settings, **options

@@ -1,5 +1,6 @@
 """Distributed adaptive policy optimization: workers with strata, replay and value estimates of their own."""
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from rlalign.functional.off_policy import truncated_importance_loss
 from rlalign.functional.reductions import Reduction
 from rlalign.rollouts.batch import RolloutBatch
 from rlalign.rollouts.curriculum import StratifiedWorkers
-from rlalign.rollouts.replay import ReplayBuffer, join_batches
+from rlalign.rollouts.replay import join_batches
+from rlalign.rollouts.worker_memory import Memory, memory_of
 
 
 class DistributedAdaptivePO(GRPO):
@@ -27,7 +29,8 @@ class DistributedAdaptivePO(GRPO):
     :math:`n_0` further responses to the prompt. Each worker replays responses that it sampled in earlier iterations;
     their tokens count by a truncated importance ratio, with the advantages that they had. Workers are places of an
     iteration: on how many ranks they are sampled changes nothing, and gradients are averaged by whatever strategy the
-    trainer has.
+    trainer has. With :class:`~rlalign.rollouts.sampling.ray.RaySampler` they are processes, each with a replica of the
+    policy, and its replay buffer and value estimator are there.
 
     This is the method that an article calls DAPO; it is not that of Yu et al. (:class:`~rlalign.algorithms.dapo.DAPO`).
     The article goes with :class:`~rlalign.algorithms.optimizers.AdamThenSGD` and an entropy coefficient that falls from
@@ -69,10 +72,24 @@ class DistributedAdaptivePO(GRPO):
             )
         self.prior_samples, self.value_update = prior_samples, value_update
         self.replay_share, self.replay_cap, self.replay_capacity = replay_share, replay_cap, replay_capacity
-        self.memories: dict[int, ReplayBuffer] = {}
-        """Of each worker, what it has sampled."""
-        self.estimates: dict[tuple[int, int], float] = {}
+        self._memories: dict[int, Memory] = {}
+        self._kept: dict[int, dict[str, Any]] = {}
+        """Of each worker, what a checkpoint has of its memory, until there is one to take it."""
+
+    @property
+    def memories(self) -> dict[int, Memory]:
+        """Of each worker, what it has sampled and what it expects."""
+        for number in range(self.data.curriculum.num_workers):
+            if number not in self._memories:
+                memory = memory_of(self.data.sampler, number, self.replay_capacity, self.value_update)
+                memory.load_state_dict(self._kept.pop(number, {}))
+                self._memories[number] = memory
+        return self._memories
+
+    @property
+    def estimates(self) -> dict[tuple[int, int], float]:
         """Of each worker and stratum, the running mean of its rewards."""
+        return {(w, s): value for w, memory in self.memories.items() for s, value in memory.expected().items()}
 
     def on_fit_start(self) -> None:
         """Check what depends on the data module.
@@ -92,7 +109,8 @@ class DistributedAdaptivePO(GRPO):
         none = torch.zeros_like(rollouts.rewards)
         others = shrunk_baselines(rollouts.rewards, len(rollouts), none, 0.0, valid).tolist()
         places = [(int(by.worker[p]), int(by.stratum[p])) for p in rollouts.prompt_index.tolist()]
-        prior = torch.tensor([self.estimates.get(place, other) for place, other in zip(places, others, strict=True)])
+        estimates = self.estimates
+        prior = torch.tensor([estimates.get(place, other) for place, other in zip(places, others, strict=True)])
         baseline = shrunk_baselines(rollouts.rewards, group_size, prior, self.prior_samples, valid)
         weights = by.importance(rollouts.prompt_index)
         return (weights * (rollouts.rewards - baseline)).masked_fill(~valid, 0.0).unsqueeze(1)
@@ -105,25 +123,22 @@ class DistributedAdaptivePO(GRPO):
         fresh = replace(rollouts, old_logprobs=sampled, replayed=no)
         worker = self.data.curriculum.worker[fresh.prompt_index]
         parts = [fresh]
-        for number in range(self.data.curriculum.num_workers if self.replay_capacity else 0):
-            memory = self.memories.setdefault(number, ReplayBuffer(self.replay_capacity))
+        for number, memory in self.memories.items() if self.replay_capacity else ():
             mine = fresh[worker == number]
-            again = memory.sample(round(self.replay_share * len(mine)), self.data.seed, self.current_epoch, number)
+            wanted = round(self.replay_share * len(mine))
+            again = memory.replay(mine, wanted, self.data.seed, self.current_epoch, number)
             parts += [] if again is None else [replace(again, replayed=~torch.zeros_like(again.valid))]
-            memory.add(mine[mine.loss_mask.any(-1)])
         self._learn_values(fresh)
         joined = join_batches(parts)
         share = {"rollout/replayed_share": 1 - len(fresh) / len(joined)}
         return replace(joined, statistics=fresh.statistics | share)
 
     def _learn_values(self, fresh: RolloutBatch) -> None:
-        by, seen = self.data.curriculum, dict[tuple[int, int], list[float]]()
+        by, seen = self.data.curriculum, defaultdict[int, dict[int, list[float]]](dict)
         for prompt, reward in zip(fresh.prompt_index[fresh.valid].tolist(), fresh.rewards[fresh.valid], strict=True):
-            seen.setdefault((int(by.worker[prompt]), int(by.stratum[prompt])), []).append(float(reward))
-        for place, rewards in seen.items():
-            mean = sum(rewards) / len(rewards)
-            before = self.estimates.get(place, mean)
-            self.estimates[place] = before + self.value_update * (mean - before)
+            seen[int(by.worker[prompt])].setdefault(int(by.stratum[prompt]), []).append(float(reward))
+        for worker, rewards in seen.items():
+            self.memories[worker].learn(rewards)
 
     def token_loss(self, batch: RolloutBatch, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The clipped surrogate where tokens are fresh, the truncated importance-weighted one where they are not."""
@@ -136,15 +151,9 @@ class DistributedAdaptivePO(GRPO):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what workers remember, and what they expect."""
         super().on_save_checkpoint(checkpoint)
-        memories = {number: memory.state_dict() for number, memory in self.memories.items()}
-        estimates = [[*place, value] for place, value in self.estimates.items()]
-        checkpoint["workers"] = {"memories": memories, "estimates": estimates}
+        checkpoint["workers"] = self._kept | {number: m.state_dict() for number, m in self._memories.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on with it, where the checkpoint is of this method."""
         super().on_load_checkpoint(checkpoint)
-        kept = checkpoint.get("workers", {"memories": {}, "estimates": []})
-        self.estimates = {(int(w), int(s)): value for w, s, value in kept["estimates"]}
-        self.memories = {number: ReplayBuffer(self.replay_capacity) for number in kept["memories"]}
-        for number, memory in self.memories.items():
-            memory.load_state_dict(kept["memories"][number])
+        self._kept, self._memories = dict(checkpoint.get("workers", {})), {}

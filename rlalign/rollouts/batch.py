@@ -158,6 +158,8 @@ class Rollout:
     """Whether a second verifier calls it right; ``None`` if there is none, or it could not tell."""
     score: float | None = None
     """What ranks candidates says of it, higher is better; ``None`` if nothing does, or it could not."""
+    version: int = 0
+    """Of the weights that sampled it, where the sampler counts them."""
 
     @property
     def response(self) -> Response:

@@ -13,6 +13,7 @@ from rlalign.functional.draws import fold_in
 from rlalign.rewards.base import NamedReward
 from rlalign.rewards.composition import Normalization
 from rlalign.rewards.suite import RewardSuite, Tally
+from rlalign.rollouts.ahead import Ahead, Asked
 from rlalign.rollouts.batch import Rollout, RolloutBatch, collate
 from rlalign.rollouts.curriculum import Curriculum, EveryPromptOnce, resume
 from rlalign.rollouts.cutting import Shapes
@@ -20,7 +21,7 @@ from rlalign.rollouts.learner import Learner
 from rlalign.rollouts.loader import LazyLoader, Sealed, StepPlan
 from rlalign.rollouts.prompts import Prompt, PromptDataset, PromptSource, each_sample, load_prompts
 from rlalign.rollouts.ranks import data_parallel, gather_objects
-from rlalign.rollouts.sampling.base import Sampler, SampleRequest, SamplingParams
+from rlalign.rollouts.sampling.base import AheadSampler, Drawing, Sampler, SampleRequest, SamplingParams
 from rlalign.rollouts.sampling.local import LocalSampler
 from rlalign.rollouts.scoring import rank, refuse_unscored, score, verify, with_totals
 from rlalign.rollouts.seeded import SeededDataModule
@@ -149,6 +150,7 @@ class RolloutDataModule(SeededDataModule):
         self.columns, self.system_prompt, self.max_prompt_tokens = columns, system_prompt, max_prompt_tokens
         self.end_iteration = False
         """Set by a callback, alike on all ranks: the rest of the iteration's minibatches are empty."""
+        self._ahead = Ahead(self._ask)
         self.last_rollouts: list[Rollout] = []
         """Of the newest iteration, for callbacks that show samples."""
         self.train_prompts: PromptDataset | None = None
@@ -215,6 +217,7 @@ class RolloutDataModule(SeededDataModule):
         assert self.trainer is not None
         assert self.seed is not None
         is_new = self.train_prompts is None
+        self._ahead.forget()
         if is_new:
             self.train_prompts = self.load("train")
         assert self.train_prompts is not None
@@ -255,7 +258,9 @@ class RolloutDataModule(SeededDataModule):
             self.sampler.release()
 
     @torch.no_grad()
-    def sample(self, prompts: list[tuple[Prompt, int]], params: SamplingParams, *keys: int) -> list[Rollout]:
+    def sample(
+        self, prompts: list[tuple[Prompt, int]], params: SamplingParams, *keys: int, drawing: Drawing | None = None
+    ) -> list[Rollout]:
         """One scored response to each pair of prompt and sample number, in order.
 
         Every rank must be within :meth:`sampling_from_policy` and call this equally often.
@@ -264,26 +269,46 @@ class RolloutDataModule(SeededDataModule):
             prompts: Prompts with the number of the sample to draw; samples of a prompt are adjacent.
             params: How to draw.
             keys: With the run's seed, what the random numbers are a function of.
+            drawing: Where they are being drawn already.
         """
         assert self.trainer is not None
-        assert self.seed is not None
-        learner = self.learner
-        seed = fold_in(self.seed, *keys)
-        requests = [SampleRequest(prompt.ids, prompt.index, sample, seed) for prompt, sample in prompts]
-        with self.trainer.precision_plugin.forward_context():
-            completions = self.sampler.sample(requests, params)
+        if drawing is None:
+            with self.trainer.precision_plugin.forward_context():
+                completions = self.sampler.sample(self._requests(prompts, *keys), params)
+        else:
+            completions = drawing.result()
         if not prompts:  # a rank without a share takes part in the sampling, for the sake of sharded weights
             return []
-        return score(prompts, completions, self.rewards, learner.tokenizer)
+        return score(prompts, completions, self.rewards, self.learner.tokenizer)
 
-    def _sample_round(self, indices: list[int], iteration: int) -> list[Rollout]:
-        """All ranks' rollouts of these prompts, in the order of prompts; each rank samples its share."""
+    def _requests(self, prompts: list[tuple[Prompt, int]], *keys: int) -> list[SampleRequest]:
+        assert self.seed is not None
+        seed = fold_in(self.seed, *keys)
+        return [SampleRequest(prompt.ids, prompt.index, sample, seed) for prompt, sample in prompts]
+
+    def _ask(self, iteration: int) -> Asked:
+        """What an iteration takes; where the sampler can work ahead, it begins with the first round."""
+        assert self.trainer is not None
+        order = self.curriculum.checked_order(iteration)
+        asked = Asked(order, self.curriculum.metrics(iteration))
+        if isinstance(self.sampler, AheadSampler):
+            prompts = self._share(order[: self.prompts_per_iteration])[1]
+            with self.trainer.precision_plugin.forward_context():
+                asked.drawing = self.sampler.submit(self._requests(prompts, TRAIN, iteration), self.sampling)
+        return asked
+
+    def _share(self, indices: list[int]) -> tuple[list[int], list[tuple[Prompt, int]]]:
+        """Which places of these prompts are this rank's, and the samples to draw for them."""
         assert self.trainer is not None
         assert self.train_prompts is not None
         rank, num_ranks = data_parallel(self.trainer)
         mine = list(range(len(indices)))[rank::num_ranks]
-        prompts = each_sample(self.train_prompts, [indices[slot] for slot in mine], self.group_size)
-        drawn = self.sample(prompts, self.sampling, TRAIN, iteration)
+        return mine, each_sample(self.train_prompts, [indices[slot] for slot in mine], self.group_size)
+
+    def _sample_round(self, indices: list[int], iteration: int, drawing: Drawing | None) -> list[Rollout]:
+        """All ranks' rollouts of these prompts, in the order of prompts; each rank samples its share."""
+        mine, prompts = self._share(indices)
+        drawn = self.sample(prompts, self.sampling, TRAIN, iteration, drawing=drawing)
         keys = [(slot, s) for slot in mine for s in range(self.group_size)]
         merged = {k: r for part in gather_objects(list(zip(keys, drawn, strict=True))) for k, r in part}
         rollouts = [merged[key] for key in sorted(merged)]
@@ -304,17 +329,17 @@ class RolloutDataModule(SeededDataModule):
         learner, size, wanted = self.learner, self.group_size, self.prompts_per_iteration
         started = time.perf_counter()
         self.rewards.take_tally()  # what validation left behind
-        order = self.curriculum.checked_order(iteration)
         kept: list[Rollout] = []
         refused: list[Rollout] = []
         sampled: list[Rollout] = []
         rounds = 0
         with self.sampling_from_policy():
+            asked = self._begin(iteration)
             while len(kept) < wanted * size and rounds < learner.max_rounds:
-                indices = order[rounds * wanted : (rounds + 1) * wanted]
+                indices = asked.order[rounds * wanted : (rounds + 1) * wanted]
                 if not indices:
                     break
-                part = self._sample_round(indices, iteration)
+                part = self._sample_round(indices, iteration, None if rounds else asked.drawing)
                 sampled += part
                 rollouts = self._collate(part)
                 keep = learner.keep_groups(rollouts, size).tolist()
@@ -327,7 +352,6 @@ class RolloutDataModule(SeededDataModule):
         if missing > 0 and learner.partial_batch == "fill":
             kept = kept + refused[:missing]
         self.last_rollouts = sampled
-        choice = self.curriculum.metrics(iteration)  # before it learns from the iteration what is for the next one
         self.curriculum.observe(pass_rates(sampled, self.rewards.correct))
         if rounds != 1 or num_kept < len(sampled):
             rollouts = self._collate(kept[: wanted * size] or refused[:size])
@@ -338,7 +362,8 @@ class RolloutDataModule(SeededDataModule):
             **rollout_statistics(sampled, size),
             **composition_statistics(sampled, self.rewards.composition),
             **scoring_statistics(tallies),
-            **choice,
+            **asked.choice,
+            **self._ahead.statistics(self.sampler, sampled),
             "rollout/rounds": float(rounds),
             "rollout/kept_share": num_kept / len(sampled),
             "rollout/filled_share": 1 - max(missing, 0) / (wanted * size),
@@ -346,6 +371,16 @@ class RolloutDataModule(SeededDataModule):
             "perf/sampled_tokens_per_second": sum(len(r.token_ids) for r in sampled) / max(seconds, 1e-9),
         }
         return rollouts
+
+    def _begin(self, iteration: int) -> Asked:
+        """What was asked for this iteration; it is asked for what comes after it, as far as that may be."""
+        assert self.trainer is not None
+        last = iteration + (self.sampler.staleness if isinstance(self.sampler, AheadSampler) else 0)
+        if (epochs := self.trainer.max_epochs or -1) > 0:
+            last = min(last, epochs - 1)
+        asked = self._ahead.begin(iteration, last)
+        self.curriculum.turn_to(iteration)
+        return asked
 
     def _collate(self, rollouts: list[Rollout]) -> RolloutBatch:
         return collate(rollouts, self.learner.tokenizer.pad_token_id or 0, self.sampling.temperature)

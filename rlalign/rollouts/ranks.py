@@ -1,12 +1,16 @@
 """What the ranks of a run tell each other, and the data module that they share."""
 
-from typing import Any, TypeVar
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+
+if TYPE_CHECKING:  # remote workers import this module, and need no Lightning
+    from lightning import Trainer
 
 T = TypeVar("T")
 

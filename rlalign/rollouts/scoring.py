@@ -59,6 +59,7 @@ def score(
             correct=scores.correct[i],
             components={name: values[i] for name, values in scores.components.items()},
             unavailable=scores.unavailable[i],
+            version=completions[i].version,
         )
         for i, ((prompt, sample), response) in enumerate(zip(prompts, responses, strict=True))
     ]

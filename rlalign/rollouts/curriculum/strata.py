@@ -75,6 +75,8 @@ class StratifiedWorkers(Curriculum):
         """Which worker drew each prompt of the iteration, ``[num_prompts]``."""
         self.weight = torch.ones(num_prompts)
         """Share over frequency, of each prompt of the iteration, ``[num_prompts]``."""
+        self._ordered: dict[int, tuple[Tensor, Tensor]] = {}
+        """Of each iteration that was ordered and is not over, these two."""
 
     def frequencies(self) -> Tensor:
         """How often each worker draws each stratum, ``[num_workers, num_strata]``; rows sum to 1."""
@@ -90,6 +92,8 @@ class StratifiedWorkers(Curriculum):
         shuffled = hashed_permutation(self.num_prompts, self.seed, CHOICE, iteration, 1)
         left = [shuffled[self.stratum[shuffled] == s].tolist() for s in range(len(self.names))]
         order: list[int] = []
+        self.worker, self.weight = torch.zeros_like(self.worker), torch.ones_like(self.weight)
+        self._ordered[iteration] = (self.worker, self.weight)
         for place in range(self.num_prompts):
             worker = place % self.num_workers
             wanted = int((cumulative[worker] <= uniform[place] * cumulative[worker, -1]).sum())
@@ -100,11 +104,16 @@ class StratifiedWorkers(Curriculum):
             order.append(prompt)
         return order
 
+    def turn_to(self, iteration: int) -> None:
+        """See :class:`Curriculum`."""
+        self.worker, self.weight = self._ordered[iteration]
+        self._ordered = {number: drawn for number, drawn in self._ordered.items() if number >= iteration}
+
     def importance(self, prompts: Tensor) -> Tensor:
         """The stratum's share of the data over the frequency with which its worker draws it, ``[B]``, float32.
 
         Args:
-            prompts: Of the iteration that :meth:`order` was last asked for, ``[B]``.
+            prompts: Of the iteration that :meth:`order` was last asked for or :meth:`turn_to` has turned to, ``[B]``.
         """
         return self.weight[prompts]
 

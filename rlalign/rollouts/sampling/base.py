@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -70,6 +70,8 @@ class Completion:
     logprobs: list[float]
     """Of each token under the full distribution at the sampling temperature (at 1 when greedy), in nats."""
     finish_reason: FinishReason
+    version: int = 0
+    """Of the weights that drew it, where the sampler counts them: see :class:`AheadSampler`."""
 
 
 class Sampler(Protocol):
@@ -89,3 +91,37 @@ class Sampler(Protocol):
 
     def release(self) -> None:
         """Give back what training has more use for; called when an iteration or validation has sampled."""
+
+
+class Drawing(Protocol):
+    """Responses that are being drawn."""
+
+    def result(self) -> list[Completion]:
+        """One completion for each request, in order; waits until they are there."""
+
+    def cancel(self) -> None:
+        """Do not begin with what has not begun."""
+
+
+@runtime_checkable
+class AheadSampler(Sampler, Protocol):
+    """A sampler that draws while the policy learns.
+
+    Every :meth:`sync` with other weights than before gives them a new version, counted from 1.
+    """
+
+    staleness: int
+    """Most iterations that are drawn beside the one that is waited for; 0 draws one when it is its turn."""
+    version: int
+    """Of the newest weights."""
+    num_replaced: int
+    """Workers replaced so far."""
+    num_workers: int
+    """That draw at once."""
+    busy_seconds: float
+    """In which workers drew so far, a sum over them."""
+    broadcast_seconds: float
+    """What the last sync took."""
+
+    def submit(self, requests: Sequence[SampleRequest], params: SamplingParams) -> Drawing:
+        """Begin to draw, with the newest weights that there are when a request's turn comes."""
