@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlalign.checkpoints import newest_whole
 from rlalign.cli.errors import sentences
 from rlalign.cli.output import be_quiet
+from rlalign.models.merged import merged_weights
 from rlalign.models.policy import Policy, PolicyConfig, locate_model
 from rlalign.models.scalar import ScalarModel
 
@@ -48,7 +49,8 @@ def export(checkpoint_path: Path, out: Path, adapter: bool = False) -> str:
     Args:
         checkpoint_path: A checkpoint, or a run's folder, whose newest is taken.
         out: The folder to write; must be empty or not exist.
-        adapter: Write the LoRA adapter alone; by default it is merged into the weights.
+        adapter: Write the adapter alone; by default it is merged into the weights, which are then float32 where
+            they had been of four bits.
 
     Returns:
         What loads the folder.
@@ -71,12 +73,21 @@ def export(checkpoint_path: Path, out: Path, adapter: bool = False) -> str:
     _load_weights(module, checkpoint, "policy." if config else "scorer.", holds_not)
     model: Any = module.lm
     if isinstance(model, PeftModel) and not adapter:
-        model = model.merge_and_unload()
+        model = _dequantized(module.model, config) if config and config.is_quantized else model.merge_and_unload()
     if config is None:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(str(out))
     tokenizer.save_pretrained(out)
     return "AutoModelForCausalLM.from_pretrained" if config else "the reward LearnedReward"
+
+
+def _dequantized(trained: PreTrainedModel, config: PolicyConfig) -> PreTrainedModel:
+    """A model of float32 weights that are those of four bits plus their adapters: rounding again would undo a part."""
+    plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        locate_model(config.model), dtype=torch.float32, trust_remote_code=config.trust_remote_code
+    )
+    plain.load_state_dict(dict(merged_weights(trained)), strict=False)  # without a head that is tied to the embedding
+    return plain
 
 
 def _load_weights(module: Policy | ScalarModel, checkpoint: dict[str, Any], prefix: str, message: str) -> None:
@@ -98,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rlalign export", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="A .ckpt file, or the folder of a run.")
     parser.add_argument("out", type=Path, help="The folder to write.")
-    parser.add_argument("--adapter", action="store_true", help="The LoRA adapter alone, not merged.")
+    parser.add_argument("--adapter", action="store_true", help="The adapter alone, not merged.")
     arguments = parser.parse_args(argv[1:])
     be_quiet()
     with sentences():
