@@ -69,9 +69,18 @@ def settle(model: nn.Module) -> None:
 
     Args:
         model: Changed in place.
+
+    Raises:
+        ValueError: If the inputs of a layer are no multiple of a block: on a CPU, bitsandbytes 0.50 dequantises blocks
+            that go over the end of a row with the scale of another one.
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         if is_quantized(module):
+            if module.in_features % module.weight.quant_state.blocksize:
+                raise ValueError(
+                    f"policy.quantization: {name} has {module.in_features} inputs, no multiple of the "
+                    f"{module.weight.quant_state.blocksize} weights of a block, which bitsandbytes gets wrong on a CPU."
+                )
             module.support_avx512bf16_for_cpu = False
             module.register_load_state_dict_pre_hook(_take_scales)
 

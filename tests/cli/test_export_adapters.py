@@ -49,18 +49,18 @@ def test_both_exports_compute_what_trained(tiny_model, prompts_file, tmp_path, k
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_weights_of_four_bits_are_exported_as_what_trained(tiny_model, prompts_file, tmp_path, kind):
+def test_weights_of_four_bits_are_exported_as_what_trained(prompts_file, tmp_path, kind):
     pytest.importorskip("bitsandbytes")
     quantization = {"type": "nf4", "compute_dtype": "float32"}
     policy = {"lora_rank": 3, "adapter_type": kind, "quantization": quantization}
-    want = trained(tiny_model, prompts_file, tmp_path, **policy)
+    want = trained("embedded", prompts_file, tmp_path, **policy)
     export(tmp_path / "a.ckpt", tmp_path / "merged")
     export(tmp_path / "a.ckpt", tmp_path / "adapter", adapter=True)
     with torch.no_grad():
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         assert getattr(plain.config, "quantization_config", None) is None
         merged = plain(IDS).logits
-        base = load_model(PolicyConfig(tiny_model, lora_rank=1, quantization=quantization))
+        base = load_model(PolicyConfig("embedded", lora_rank=1, quantization=quantization))
         alone = PeftModel.from_pretrained(base, tmp_path / "adapter")(IDS).logits
     torch.testing.assert_close(merged, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(alone, want, atol=1e-5, rtol=1e-5)

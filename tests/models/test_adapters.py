@@ -42,7 +42,7 @@ def test_merged_it_is_the_same_and_switched_off_it_is_the_start(make_model, arch
     policy = Policy(PolicyConfig(path, **options_of(kind)), with_reference=True).double()
     plain = AutoModelForCausalLM.from_pretrained(path).eval().double()
     start = scores(policy)
-    torch.testing.assert_close(scores(policy, reference=True), start, atol=0, rtol=0)
+    torch.testing.assert_close(scores(policy, reference=True), start, atol=1e-6 if kind == "dora" else 0, rtol=0)
     if architecture == "qwen2":  # with biases that are not zero, which one kind scales, too
         with torch.no_grad():
             for name, parameter in policy.lm.named_parameters():
