@@ -1,0 +1,1 @@
+"""Lightning strategies with what the methods need."""
