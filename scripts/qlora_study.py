@@ -1,8 +1,9 @@
 """What QLoRA costs and learns against full training: ``python scripts/qlora_study.py MODEL --methods qlora full``.
 
 MODEL is the folder that ``scripts/smollm2.py`` writes. Each method, ``full`` or a file of configs/peft, takes it
-through two-digit sums as docs/smollm2.md does: SFT on demonstrations, then some iterations of GRPO from the merged
-export. Every stage is a process of its own, so that its peak memory is its own; pass@1 is measured on the same held-out
+through two-digit sums as docs/smollm2.md does: SFT on demonstrations, then some iterations of GRPO from there. An
+adapter goes on as an adapter on the same base: merged weights that are rounded to four bits again lose what it learned.
+Every stage is a process of its own, so that its peak memory is its own; pass@1 is measured on the same held-out
 problems before, between and after, with 95% intervals (Wilson) and the method's own weights (of four bits, say).
 
 Closes with a line a method: ``qlora METHOD before A sft B grpo C peak_sft P peak_grpo Q GiB``.
@@ -55,11 +56,11 @@ def run(command: list[str]) -> dict[str, Any]:
     }
 
 
-def export_merged(folder: str, out: str) -> None:
-    """The weights of a run, merged."""
+def export_run(folder: str, out: str, adapter: bool) -> None:
+    """What a run trained, as ``from_pretrained`` reads it."""
     from rlalign.cli.export import export
 
-    export(Path(folder), Path(out))
+    export(Path(folder), Path(out), adapter)
 
 
 def alone(function: Any, *arguments: Any) -> Any:
@@ -83,22 +84,21 @@ def words(command: str, stage: str, method: str, model: str, options: list[str])
     ]
 
 
-def study(method: str, model: str, iterations: int, held_out: int) -> dict[str, Any]:
+def study(method: str, model: str, iterations: int, held_out: int, rate: float | None) -> dict[str, Any]:
     """Take a model through both stages by a method."""
     limit = f"data.init_args.val_limit={held_out}"
-
-    def measure(of: str) -> dict[str, Any]:
-        return alone(run, words("validate", "grpo", method, of, [limit]))
-
+    rates = [] if rate is None or method == "full" else [f"model.init_args.optimizer.init_args.lr={rate}"]
     for stage in ("sft", "grpo"):
         shutil.rmtree(Path("runs") / f"qlora-{method}-{stage}", ignore_errors=True)
-    found = {"method": method, "before": measure(model)}
-    found["sft"] = alone(run, words("fit", "sft", method, model, ["trainer.limit_val_batches=0"]))
-    tuned = str(Path("runs").resolve() / f"qlora-{method}-sft" / "merged")
-    alone(export_merged, f"runs/qlora-{method}-sft", tuned)
-    found["after_sft"] = measure(tuned)
+    found = {"method": method, "before": alone(run, words("validate", "grpo", method, model, [limit]))}
+    found["sft"] = alone(run, words("fit", "sft", method, model, ["trainer.limit_val_batches=0", *rates]))
+    tuned = str(Path("runs").resolve() / f"qlora-{method}-sft" / "exported")
+    alone(export_run, f"runs/qlora-{method}-sft", tuned, method != "full")
+    start, going_on = (tuned, []) if method == "full" else (model, [f"model.init_args.policy.adapter={tuned}"])
+    found["after_sft"] = alone(run, words("validate", "grpo", method, start, [limit, *going_on]))
+    print(f"{method}: {found['before']['pass@1']:.3f}, after SFT {found['after_sft']['pass@1']:.3f}", flush=True)
     some = [f"trainer.max_epochs={iterations}", f"trainer.check_val_every_n_epoch={iterations}", limit]
-    found["grpo"] = alone(run, words("fit", "grpo", method, tuned, some))
+    found["grpo"] = alone(run, words("fit", "grpo", method, start, [*some, *going_on]))
     return found
 
 
@@ -124,11 +124,12 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["qlora", "full"])
     parser.add_argument("--iterations", type=int, default=6, help="Of GRPO.")
     parser.add_argument("--held-out", type=int, default=120, help="Problems to measure with.")
+    parser.add_argument("--sft-rate", type=float, help="Learning rate of SFT with adapters, if not that of the file.")
     parser.add_argument("--json", type=Path, help="Where to write all figures.")
     given = parser.parse_args()
     results = []
     for method in given.methods:
-        results.append(study(method, str(given.model.resolve()), given.iterations, given.held_out))
+        results.append(study(method, str(given.model.resolve()), given.iterations, given.held_out, given.sft_rate))
         print(row(results[-1], given.held_out), flush=True)
         if given.json:
             given.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -79,7 +79,8 @@ class OneBitAdam(AdamW):
     with :math:`v_n` the variance of the last of :math:`n` steps of AdamW, its bias corrected. With
     ``strategy.compression=onebit`` gradients are then sent in one bit a number: what that loses comes with the next
     one, and in a linear rule, it makes up for it. A number that had no gradient until then has no size to divide by,
-    and stays where it is. The article finds the end of the warm-up where the variance settles, at 15 to 25% of all steps.
+    and stays where it is. The article finds the end of the warm-up where the variance settles, at 15 to 25% of all
+    steps.
 
     Source: Tang et al. 2021, algorithm 1 (https://arxiv.org/abs/2102.02888).
 
