@@ -39,8 +39,7 @@ def command(hook: str, seed: int, iterations: int, every: int, options: list[str
     if hook == "powersgd":
         settings.append(f"trainer.strategy.init_args.warmup_steps={warmup}")
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *("-m", "rlalign.cli", "fit", "--run", f"communication-{hook}-{seed}"),
+        *(sys.executable, "-m", "rlalign.cli", "fit", "--run", f"communication-{hook}-{seed}"),
         *(part for file in files for part in ("--config", str(CONFIGS / file))),
         *(f"--{option}" for option in (*settings, *options)),
     ]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from rlalign.checkpoints import newest_whole
 from rlalign.cli.errors import sentences
 from rlalign.cli.output import be_quiet
+from rlalign.differences import read_checkpoint
 from rlalign.models.merged import merged_weights
 from rlalign.models.policy import Policy, PolicyConfig, locate_model
 from rlalign.models.scalar import ScalarModel
@@ -34,7 +35,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             )
         path = whole
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = read_checkpoint(path)
+    except FileNotFoundError:
+        raise
     except Exception as error:  # torch says "not a checkpoint" in many types of exception
         raise ValueError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
     known = checkpoint.get("hyper_parameters", {}) if isinstance(checkpoint, dict) else {}
