@@ -115,14 +115,12 @@ def main() -> None:
         for method in given.methods:
             found = measure(model, method, given.iterations)
             name = Path(model).name
-            print(
-                f"| {name} | {method} | {found['whole']:.1f} | {found['part']:.1f} | {found['part'] / found['whole']:.2f} "
-                f"| {found['save']:.1f} | {found['read']:.1f} |",
-                flush=True,
-            )
+            ratio = found["part"] / found["whole"]
+            cells = (name, method, *(f"{found[key]:.1f}" for key in ("whole", "part")), f"{ratio:.2f}")
+            print("| " + " | ".join((*cells, f"{found['save']:.1f}", f"{found['read']:.1f}")) + " |", flush=True)
             lines.append(
                 f"checkpoint {name} {method} whole {found['whole']:.1f} MiB difference {found['part']:.1f} MiB ratio "
-                f"{found['part'] / found['whole']:.3f} save {found['save']:.2f} s"
+                f"{ratio:.3f} save {found['save']:.2f} s"
             )
     print("\n".join(lines))
 

@@ -37,9 +37,14 @@ def gradients_of(rank: int, step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
+def sizes_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Very different ones, and the first is 0."""
+    return torch.linspace(-4, 2, parameter.numel()).exp().sub(math.exp(-4)).view(parameter.shape)
+
+
 def make_hook(kind: str, names: dict) -> MeanHook:
     if kind == "onebit":
-        return OneBitHook(names, lambda: True)
+        return OneBitHook(names, lambda: True, lambda parameter: sizes_like(parameter))
     if kind == "powersgd":
         return PowerSGDHook(names, 1, 2)
     return MeanHook({"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}[kind])
@@ -85,14 +90,15 @@ def test_one_bit_is_the_mean_of_signs_and_scales_and_errors_come_later(bucket_mb
         for name, shape in SHAPES.items():
             sent = []
             for rank, error in enumerate(errors):
-                whole = gradients_of(rank, step)[name] + error[name]
+                size = sizes_like(error[name])
+                whole = (gradients_of(rank, step)[name] / size).nan_to_num(0, 0, 0) + error[name]
                 rows = whole.reshape(shape[0], -1) if len(shape) > 1 else whole.reshape(1, -1)
                 signs = torch.where(rows >= 0, 1.0, -1.0)
                 sent.append((signs * rows.abs().mean(1, keepdim=True)).view(shape))
                 error[name] = whole - sent[-1]
             for found, _, _ in ranks:
                 got = torch.tensor(found[step][name])
-                torch.testing.assert_close(got, (sent[0] + sent[1]) / 2, atol=1e-6, rtol=1e-6)
+                torch.testing.assert_close(got, (sent[0] + sent[1]) / 2 * size, atol=1e-5, rtol=1e-5)
     scales = 24 + 1 + 6
     assert all(3 * (NUMEL // 8 + 4 * scales) <= sent <= 3 * (NUMEL // 8 + 4 * scales + 3) for _, sent, _ in ranks)
 
@@ -275,6 +281,13 @@ def test_a_restored_optimizer_goes_on_the_same(stop):
     second.load_state_dict(first.state_dict())
     moved(OneBitAdam, range(stop, 8), weights, second)
     torch.testing.assert_close(weights[0], straight[0], atol=0, rtol=0)
+
+
+def test_its_sizes_are_roots_of_second_moments():
+    weights, optimizer = moved(OneBitAdam, range(3), lr=0.01, warmup_steps=2)
+    moment = optimizer.state[weights[0]]["exp_avg_sq"]
+    torch.testing.assert_close(optimizer.size_of(weights[0]), moment.sqrt(), atol=0, rtol=0)
+    assert torch.equal(optimizer.size_of(torch.zeros(3)), torch.zeros(3))
 
 
 def test_a_closure_is_called_once_a_step_and_a_warm_up_of_none_is_refused():

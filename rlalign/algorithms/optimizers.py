@@ -116,6 +116,11 @@ class OneBitAdam(AdamW):
         """Whether the warm-up is over."""
         return all(group["steps_done"] >= group["warmup_steps"] for group in self.param_groups)
 
+    def size_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The root of the second moment of a parameter's gradients, of its shape; 0 where there was no gradient yet."""
+        moment = self.state.get(parameter, {}).get("exp_avg_sq")
+        return torch.zeros_like(parameter) if moment is None else moment.sqrt()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; the closure is called once, before it is decided which kind of step it is."""

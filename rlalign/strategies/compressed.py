@@ -100,13 +100,14 @@ class CompressedDDPStrategy(DDPStrategy):
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.module.named_parameters()}
         if self.compression == "powersgd":
             return PowerSGDHook(names, self.warmup_steps, self.rank)
-        return OneBitHook(names, lambda: all(optimizer.is_frozen for optimizer in self._frozen_optimizers()))
+        (optimizer,) = self._frozen_optimizers()
+        return OneBitHook(names, lambda: optimizer.is_frozen, optimizer.size_of)
 
     def _frozen_optimizers(self) -> list[Any]:
         found = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
-        if not found or not all(hasattr(optimizer, "is_frozen") for optimizer in found):
+        if len(found) != 1 or not hasattr(found[0], "is_frozen"):
             raise ValueError(
-                "strategy.compression=onebit is for an optimizer whose variance is frozen: set model.optimizer to "
+                "strategy.compression=onebit is for one optimizer, whose variance is frozen: set model.optimizer to "
                 "class_path: rlalign.algorithms.optimizers.OneBitAdam."
             )
         return found

@@ -97,21 +97,41 @@ class _ErrorFeedback(MeanHook):
 
 
 class OneBitHook(_ErrorFeedback):
-    r"""The sign of each number, and a scale for each row of a matrix.
+    r"""The sign of each number in units of its size, and a scale for each row of a matrix.
 
-    .. math:: x = g + e, \quad \hat x = \mathrm{sign}(x)\, \frac{\lVert x \rVert_1}{n}, \quad e \leftarrow x - \hat x
+    .. math:: x = \frac{g}{s} + e, \quad \hat x = \mathrm{sign}(x)\, \frac{\lVert x \rVert_1}{n}, \quad
+              e \leftarrow x - \hat x, \quad g \leftarrow s\, \overline{\hat x}
 
-    over a row of :math:`n` numbers. A scale for a whole bucket, as in the article, would give rows of embeddings that
-    had no gradient one of the size of all others'. Every rank sends its signs to all others, which is less than plain
-    gradients take on fewer than 64 ranks.
+    over a row of :math:`n` numbers, with the mean over ranks and the size :math:`s = \sqrt{v}` by which the optimizer
+    will divide. The article compresses the momentum as it is, with a scale for a whole buffer. A number whose gradients
+    are small beside the others' then gets one of their size, is divided by its own, and moves by many times the rate;
+    on policy gradients, which differ by orders of magnitude, that ended training within a few steps. Every rank sends
+    its signs to all others, which is less than plain gradients take on fewer than 64 ranks.
 
-    Source: Tang et al. 2021, 1-bit Adam, algorithm 1 (https://arxiv.org/abs/2102.02888), which compresses the momentum;
-    DDP has gradients to compress, of which the momentum is a sum.
+    Source: Tang et al. 2021, 1-bit Adam, algorithm 1 (https://arxiv.org/abs/2102.02888).
+
+    Args:
+        names: Of each parameter, to keep its error by.
+        starts: Whether compression has begun; until then gradients are averaged as they are.
+        size_of: The size :math:`s` of each number of a parameter, of its shape and the same on all ranks; where it is
+            0, there will be no gradient.
     """
+
+    def __init__(
+        self, names: dict[Tensor, str], starts: Callable[[], bool], size_of: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(names, starts)
+        self.parameters = {name: parameter for parameter, name in names.items()}
+        self.size_of = size_of
+
+    def in_sizes(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient over the size of its numbers, ``[...]``; 0 where that is 0."""
+        size = self.size_of(self.parameters[name])
+        return torch.where(size > 0, gradient / size, 0.0)
 
     def compress(self, parts: list[tuple[str, Tensor]]) -> None:
         """See the class."""
-        wholes = [self.with_error(name, gradient) for name, gradient in parts]
+        wholes = [self.with_error(name, self.in_sizes(name, gradient)) for name, gradient in parts]
         scales = torch.cat([whole.abs().mean(1) for whole in wholes])
         bits = pack_signs(torch.cat([whole.flatten() for whole in wholes]))
         all_scales, all_bits = _gathered(scales), _gathered(bits)
@@ -128,8 +148,8 @@ class OneBitHook(_ErrorFeedback):
                 total[i] += found
                 if number == rank:
                     self.errors[name] = whole - found
-        for (_, gradient), summed in zip(parts, total, strict=True):
-            gradient.copy_(summed.div_(count).view_as(gradient))
+        for (name, gradient), summed in zip(parts, total, strict=True):
+            gradient.copy_(summed.div_(count).view_as(gradient).mul_(self.size_of(self.parameters[name])))
 
 
 class PowerSGDHook(_ErrorFeedback):
