@@ -29,14 +29,22 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint can be read to its end: an archive with right checksums, or a folder that is not empty."""
+    """Whether a checkpoint can be read to its end: an archive with right checksums, or a folder that is not empty.
+
+    One that holds a difference needs its base to be whole, too.
+    """
     if path.is_dir():
         return any(path.iterdir())
     try:
         with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
+            if archive.testzip() is not None:
+                return False
     except (zipfile.BadZipFile, OSError, EOFError):
         return False
+    from rlalign.differences import base_of  # which brings torch
+
+    base = base_of(path)
+    return base is None or is_whole(path.resolve().parent / base)
 
 
 def newest_whole(folder: Path) -> Path | None:

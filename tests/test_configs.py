@@ -16,6 +16,7 @@ CURRICULUM = CONFIGS / "curriculum.yaml"
 ALGORITHMS = sorted(set(CONFIGS.glob("*.yaml")) - {BASE, CURRICULUM})
 TINY = sorted(CONFIGS.glob("tiny/*.yaml"))
 STRATEGIES = sorted(CONFIGS.glob("strategies/*.yaml"))
+PEFT = sorted(CONFIGS.glob("peft/*.yaml"))
 SAMPLERS = sorted(CONFIGS.glob("samplers/*.yaml"))  # that they sample: make test-vllm
 SMOLLM2 = sorted(CONFIGS.glob("smollm2/*.yaml"))
 PIPELINES = sorted(CONFIGS.glob("pipelines/*.yaml"))  # tests/cli/test_pipeline.py
@@ -45,7 +46,7 @@ def parse(capsys, *configs: Path) -> dict:
 
 
 def test_every_file_has_a_test():
-    known = {BASE, CURRICULUM, *ALGORITHMS, *TINY, *TASKS, *STRATEGIES, *SAMPLERS, *SMOLLM2, *PIPELINES}
+    known = {BASE, CURRICULUM, *ALGORITHMS, *TINY, *TASKS, *STRATEGIES, *PEFT, *SAMPLERS, *SMOLLM2, *PIPELINES}
     known |= set(CONFIGS.glob("sweeps/*.yaml"))
     assert {name_of(path) for path in CONFIGS.rglob("*.y*ml")} == {name_of(path) for path in known}
     assert {"grpo", "dapo"} <= {path.stem for path in TINY}
@@ -106,6 +107,22 @@ def test_an_algorithm_trains_as_it_is(path, tmp_path, monkeypatch):
     names = {"config.yaml", "metrics.csv", "checkpoints"}
     assert names <= {file.name for file in folder.iterdir()}
     assert (folder / "checkpoints" / "last.ckpt").exists()
+
+
+@pytest.mark.parametrize("path", PEFT, ids=name_of)
+def test_a_way_to_train_fewer_numbers_is_added_to_any_run(path, tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLALIGN_RUN", "")
+    monkeypatch.delenv("RLALIGN_RUN")
+    configs = [f"--config={file}" for file in (BASE, CONFIGS / "tiny" / "grpo.yaml", path)]
+    assert main(["fit", *configs, "--run=short", *SHORT]) == 0
+    given = yaml.safe_load(path.read_text())["model"]["init_args"]
+    kept = yaml.safe_load((tmp_path / "runs" / "short" / "config.yaml").read_text())["model"]["init_args"]
+    assert given.get("policy", {}).items() <= kept["policy"].items()
+    assert given.get("optimizer", kept["optimizer"])["class_path"] == kept["optimizer"]["class_path"]
+    (row,) = csv.DictReader((tmp_path / "runs" / "short" / "metrics.csv").open())
+    assert 0 <= float(row["val/pass@1"]) <= 1
 
 
 GSM8K = {"question": "What is 2+3?", "answer": "2+3 is <<2+3=5>>5.\n#### 5"}

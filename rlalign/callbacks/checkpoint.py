@@ -1,12 +1,16 @@
 """Checkpoints at the end of an iteration."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from rlalign.callbacks.difference_files import DifferenceCheckpointIO, install
 from rlalign.callbacks.optimizer_settings import Settings, describe_differences, optimizer_settings
 from rlalign.callbacks.whole_iterations import (
     has_finite_weights,
@@ -15,7 +19,8 @@ from rlalign.callbacks.whole_iterations import (
     restrain_checkpoints,
     switch_off_requeue,
 )
-from rlalign.checkpoints import checkpoint_name, iterations_of, link_last, list_checkpoints, publish, remove
+from rlalign.checkpoints import checkpoint_name, is_whole, iterations_of, link_last, list_checkpoints, publish, remove
+from rlalign.differences import base_of
 
 
 class IterationCheckpoint(Checkpoint):
@@ -28,28 +33,45 @@ class IterationCheckpoint(Checkpoint):
     already learned from them. Trainer settings and other checkpoint callbacks that would do so are refused, and an
     iteration that is stopped before its end is not saved. Nor is a policy whose weights are not finite.
 
+    With ``full_every`` above 1, the checkpoints between two whole ones hold only what changed since the last whole one
+    (:mod:`rlalign.differences`), which then stays as long as one of them does.
+
     Args:
         every: Iterations between checkpoints; the last iteration is always saved.
         keep: How many of the newest to keep.
         folder: Where; ``checkpoints`` in the trainer's ``default_root_dir`` if not given.
+        full_every: Every how many checkpoints one is whole; 1, the default, makes all of them whole.
 
     Attributes:
         last_good_path: The newest finished checkpoint of this run, or ``None``.
     """
 
-    def __init__(self, every: int = 1, keep: int = 3, folder: str | None = None) -> None:
-        if every < 1 or keep < 1:
-            raise ValueError(f"every and keep must be at least 1, got {every} and {keep}.")
-        self.every, self.keep = every, keep
+    def __init__(self, every: int = 1, keep: int = 3, folder: str | None = None, full_every: int = 1) -> None:
+        if every < 1 or keep < 1 or full_every < 1:
+            raise ValueError(f"every, keep and full_every must be at least 1, got {every}, {keep} and {full_every}.")
+        self.every, self.keep, self.full_every = every, keep, full_every
         self.folder = None if folder is None else Path(folder)
         self.last_good_path: str | None = None
         self._settings: Settings = []
         self._resumed_settings: Settings | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse settings that save inside an iteration, and take the last place among the callbacks."""
+        """Refuse settings that save inside an iteration, and take the last place among the callbacks.
+
+        Raises:
+            ValueError: If some checkpoints are to be differences, and the strategy has files of its own kind.
+        """
+        install(trainer.strategy)
         if stage != "fit":
             return
+        is_plain = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        if self.full_every > 1 and not (
+            is_plain and isinstance(trainer.strategy.checkpoint_io, DifferenceCheckpointIO)
+        ):
+            raise ValueError(
+                f"IterationCheckpoint: full_every={self.full_every} is for one device or DDP, whose checkpoints are "
+                f"single files; {type(trainer.strategy).__name__} writes others. Leave it out."
+            )
         self.folder = self.folder or Path(trainer.default_root_dir) / "checkpoints"
         refuse_partial_iterations(trainer)
         restrain_checkpoints(trainer)
@@ -127,7 +149,8 @@ class IterationCheckpoint(Checkpoint):
             if trainer.is_global_zero:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 remove(temporary)
-            trainer.save_checkpoint(temporary, weights_only=False)
+            with self._base_told(trainer, target):
+                trainer.save_checkpoint(temporary, weights_only=False)
             if trainer.is_global_zero:
                 publish(temporary, target)
                 link_last(target)
@@ -145,8 +168,31 @@ class IterationCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             self._remove_old(target)
 
+    @contextmanager
+    def _base_told(self, trainer: Trainer, target: Path) -> Iterator[None]:
+        """Within it, what is saved is what changed since the last whole checkpoint, unless it is time for another."""
+        files = trainer.strategy.checkpoint_io
+        if self.full_every == 1 or not trainer.is_global_zero or not isinstance(files, DifferenceCheckpointIO):
+            yield
+            return
+        since = (iterations_of(target) or 0) - self.every * self.full_every
+        recent = [p for p in _up_to(target) if p != target and (iterations_of(p) or 0) > since]
+        whole = next((path for path in reversed(recent) if base_of(path) is None), None)
+        files.base = whole if whole is not None and is_whole(whole) else None
+        try:
+            yield
+        finally:
+            files.base = None
+
     def _remove_old(self, newest: Path) -> None:
-        number = iterations_of(newest) or 0
-        behind = [path for path in list_checkpoints(newest.parent) if (iterations_of(path) or 0) <= number]
+        behind = _up_to(newest)
+        bases = {base_of(path) for path in behind[-self.keep :]}
         for path in behind[: -self.keep]:
-            remove(path)
+            if path.name not in bases:
+                remove(path)
+
+
+def _up_to(newest: Path) -> list[Path]:
+    """Checkpoints of a folder up to this one, the oldest first."""
+    number = iterations_of(newest) or 0
+    return [path for path in list_checkpoints(newest.parent) if (iterations_of(path) or 0) <= number]

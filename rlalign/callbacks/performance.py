@@ -10,6 +10,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from rlalign.callbacks.coefficients import fresh_metrics
+from rlalign.models.quantized import is_quantized
 
 _SIZE, _SIZE_ON_GPU, _REPEATS = 1024, 4096, 4  # of the matrix product that measures the peak
 
@@ -28,6 +29,9 @@ class Performance(Callback):
     - ``perf/padding_share``: positions of the minibatches that are padding, whether they are computed or not;
     - ``perf/tflops``: model FLOPs of the update over its seconds, and ``perf/mfu``, that over what a product of two
       matrices reached on this device when the run began;
+    - ``perf/sent_mib`` and ``perf/sent_plain_mib``, with
+      :class:`~rlalign.strategies.compressed.CompressedDDPStrategy`: what this rank sent of gradients in the iteration,
+      and what it would have sent without compression;
     - ``perf/peak_memory_mib``: most memory of this process (CPU), or of the tensors on this rank's GPU.
     """
 
@@ -35,6 +39,7 @@ class Performance(Callback):
         self.peak: float | None = None
         """FLOPs a second of a product of two large matrices."""
         self._validation = 0.0  # seconds
+        self._sent = (0.0, 0.0)  # bytes of gradients until the last iteration
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure what the device can do, in the type that the run computes in."""
@@ -92,6 +97,9 @@ class Performance(Callback):
             "update_share": update / whole,
             "peak_memory_mib": peak_memory(pl_module.device),
         }
+        if (hook := getattr(trainer.strategy, "hook", None)) is not None:
+            sent, self._sent = (hook.sent - self._sent[0], hook.plain - self._sent[1]), (hook.sent, hook.plain)
+            values |= {"sent_mib": sent[0] / 2**20, "sent_plain_mib": sent[1] / 2**20}
         if self._positions:
             forward, backward = self._weights
             achieved = 2 * (forward + backward) * self._needed / update
@@ -149,8 +157,9 @@ def multiplied_weights(module: nn.Module) -> tuple[int, int]:
             continue
         if id(weight) not in seen:
             seen.add(id(weight))
-            forward += weight.numel()
-            backward += weight.numel() * (2 if weight.requires_grad else 1)
+            numel = weight.quant_state.shape.numel() if is_quantized(part) else weight.numel()  # else two to a byte
+            forward += numel
+            backward += numel * (2 if weight.requires_grad else 1)
     return forward, backward
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlalign.checkpoints import newest_whole
 from rlalign.cli.errors import sentences
 from rlalign.cli.output import be_quiet
+from rlalign.differences import read_checkpoint
+from rlalign.models.merged import merged_weights
 from rlalign.models.policy import Policy, PolicyConfig, locate_model
 from rlalign.models.scalar import ScalarModel, merge_adapters
 from rlalign.sharded_checkpoints import is_sharded, read_sharded
@@ -35,7 +37,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         checkpoint = read_sharded(path)
     else:
         try:
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            checkpoint = read_checkpoint(path)
+        except FileNotFoundError:
+            raise
         except Exception as error:  # torch says "not a checkpoint" in many types of exception
             raise ValueError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
     known = checkpoint.get("hyper_parameters", {}) if isinstance(checkpoint, dict) else {}
@@ -50,7 +54,8 @@ def export(checkpoint_path: Path, out: Path, adapter: bool = False) -> str:
     Args:
         checkpoint_path: A checkpoint, or a run's folder, whose newest is taken.
         out: The folder to write; must be empty or not exist.
-        adapter: Write the LoRA adapter alone; by default it is merged into the weights.
+        adapter: Write the adapter alone; by default it is merged into the weights, which are then float32 where
+            they had been of four bits.
 
     Returns:
         What loads the folder.
@@ -75,13 +80,22 @@ def export(checkpoint_path: Path, out: Path, adapter: bool = False) -> str:
     _load_weights(module, checkpoint, "policy." if config else "scorer.", holds_not)
     model: Any = module.lm
     if isinstance(model, PeftModel) and not adapter:
-        model = model.merge_and_unload()
+        model = _dequantized(module.model, config) if config and config.is_quantized else model.merge_and_unload()
     if isinstance(module, ScalarModel):
         model = merge_adapters(module, name, code) if lora.get("lora_rank") else model
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(str(out))
     tokenizer.save_pretrained(out)
     return "AutoModelForCausalLM.from_pretrained" if config else "the reward LearnedReward"
+
+
+def _dequantized(trained: PreTrainedModel, config: PolicyConfig) -> PreTrainedModel:
+    """A model of float32 weights that are those of four bits plus their adapters: rounding again would undo a part."""
+    plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        locate_model(config.model), dtype=torch.float32, trust_remote_code=config.trust_remote_code
+    )
+    plain.load_state_dict(dict(merged_weights(trained)), strict=False)  # without a head that is tied to the embedding
+    return plain
 
 
 def _load_weights(module: Policy | ScalarModel, checkpoint: dict[str, Any], prefix: str, message: str) -> None:
@@ -103,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rlalign export", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="A checkpoint, file or folder, or the folder of a run.")
     parser.add_argument("out", type=Path, help="The folder to write.")
-    parser.add_argument("--adapter", action="store_true", help="The LoRA adapter alone, not merged.")
+    parser.add_argument("--adapter", action="store_true", help="The adapter alone, not merged.")
     arguments = parser.parse_args(argv[1:])
     be_quiet()
     with sentences():

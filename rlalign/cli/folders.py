@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from rlalign.checkpoints import LAST, is_whole, newest_whole
+from rlalign.differences import base_of
 from rlalign.run_folder import CHECKPOINTS, is_used
 
 RUNS = Path("runs")
@@ -88,6 +89,10 @@ def choose_checkpoint(wanted: str, folder: Path) -> Path | str:
         raise FileNotFoundError(
             f"--ckpt_path={wanted}: there is no checkpoint {path}. To start from the beginning, leave --ckpt_path out "
             "and use a new --run NAME."
+        )
+    if (base := base_of(path)) is not None and not (path.parent / base).is_file():
+        raise FileNotFoundError(
+            f"--ckpt_path={wanted}: {path} holds what changed since {base}, which is not beside it: put it back."
         )
     if not is_whole(path):
         raise ValueError(f"--ckpt_path={wanted}: {path} is damaged; --ckpt_path=last takes the newest that is whole.")

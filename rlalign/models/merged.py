@@ -9,23 +9,40 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlalign.models.quantized import dequantized
 
-def merged_weight(module: Any) -> Tensor:
-    """The weight of a linear module plus the deltas of its active LoRA adapters; without any, the weight itself.
+
+@torch.no_grad()
+def merged_linear(module: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight and bias of a linear module as its active adapters make them; without any, its own.
 
     Args:
-        module: Plain, or wrapped by peft.
+        module: Plain, or wrapped by peft; its weight may be quantised, and is then dequantised.
 
     Returns:
-        Detached; a new tensor where there is a delta, so that the trained weights stay as they are.
+        Detached; new tensors where there is something to add, so that the trained weights stay as they are.
     """
     base = getattr(module, "base_layer", module)
-    weight: Tensor = base.weight.detach()
-    if base is not module and not module.disable_adapters and not module.merged:
-        for name in module.active_adapters:
-            if name in module.lora_A or name in module.lora_embedding_A:
-                weight = weight + module.get_delta_weight(name).detach()
-    return weight
+    weight, bias = dequantized(base), getattr(base, "bias", None)
+    bias = None if bias is None else bias.detach()
+    if base is module or module.disable_adapters or module.merged:
+        return weight, bias
+    for name in module.active_adapters:
+        if not any(name in getattr(module, layer) for layer in module.adapter_layer_names):
+            continue
+        if hasattr(module, "ia3_l"):
+            factor = module.ia3_l[name]
+            weight = weight * (factor.T if module.fan_in_fan_out else factor)
+            bias = bias if bias is None or module.is_feedforward else bias * factor.flatten()
+            continue
+        weight = weight + module.get_delta_weight(name)
+        if getattr(module, "use_dora", {}).get(
+            name
+        ):  # eq. 5 of the article: this direction, the length that is learned
+            along = 0 if module.fan_in_fan_out else 1
+            lengths = torch.linalg.vector_norm(weight, dim=along)
+            weight = weight * (module.lora_magnitude_vector[name].weight / lengths).unsqueeze(along)
+    return weight.detach(), bias
 
 
 @torch.no_grad()
@@ -35,25 +52,27 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     At any time at most one merged copy exists; weights that are tied come once.
 
     Args:
-        model: A transformers model, with or without LoRA layers inside.
+        model: A transformers model, with or without layers of adapters inside, with quantised weights or without.
 
     Yields:
         Name and tensor, detached.
 
     Raises:
-        ValueError: If its adapters are more than a delta to the weight (DoRA, ``modules_to_save``), or one of them is
-            on a weight that is tied to another one.
+        ValueError: If its adapters are no other weights of the same layers (``modules_to_save``), or one of them is on
+            a weight that is tied to another one.
     """
     refuse_unmergeable(model)
     wrapped = {name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     for name, parameter in model.named_parameters():
         owner = next((prefix for prefix in _prefixes(name) if prefix in wrapped), None)
         if owner is None:
-            yield name, parameter.detach()
+            module = model.get_submodule(name.rpartition(".")[0])
+            yield name, dequantized(module) if name.endswith(".weight") else parameter.detach()
         elif name == f"{owner}.base_layer.weight":
-            yield f"{owner}.weight", merged_weight(model.get_submodule(owner))
-        elif name.startswith(f"{owner}.base_layer."):
-            yield name.replace(".base_layer.", "."), parameter.detach()
+            weight, bias = merged_linear(model.get_submodule(owner))
+            yield f"{owner}.weight", weight
+            if bias is not None:
+                yield f"{owner}.bias", bias
 
 
 def refuse_unmergeable(model: PreTrainedModel) -> None:
@@ -70,8 +89,8 @@ def refuse_unmergeable(model: PreTrainedModel) -> None:
             raise ValueError(f"The adapter holds a whole copy of '{name}' (modules_to_save), which cannot be merged.")
         if not isinstance(module, BaseTunerLayer):
             continue
-        if not hasattr(module, "lora_A") or any(getattr(module, "use_dora", {}).values()):
-            raise ValueError(f"The adapter on '{name}' is not plain LoRA (DoRA, say), so it is no delta to a weight.")
+        if not hasattr(module, "merge") or any(getattr(module, "lora_bias", {}).values()):
+            raise ValueError(f"The adapter on '{name}' is a {type(module).__name__}, which cannot be merged.")
         if tied and (module is head or module is embeddings):
             raise ValueError(f"The adapter on '{name}' cannot be merged: input and output layer share their weight.")
 

@@ -15,7 +15,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from rlalign.models.kind import OtherKind, check_kind, norm_eps
-from rlalign.models.merged import merged_weight
+from rlalign.models.merged import merged_linear
+from rlalign.models.quantized import is_quantized
 from rlalign.models.row_cache import RowCache
 from rlalign.models.scoring import adjust_logits, at_least_float32
 
@@ -199,15 +200,15 @@ def _paired(x: Tensor, size: int) -> Tensor:
 
 
 def _weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None]:
-    """What a linear module multiplies by and adds, LoRA's share included.
+    """What a linear module multiplies by and adds, an adapter's share included.
 
     Raises:
         OtherKind: If it is of another kind.
     """
     base = getattr(module, "base_layer", module)
-    if not isinstance(base, nn.Linear) or not base.weight.is_floating_point():
+    if not isinstance(base, nn.Linear) or not (base.weight.is_floating_point() or is_quantized(base)):
         raise OtherKind(f"it has a {type(base).__name__}")
-    return merged_weight(module), None if base.bias is None else base.bias.detach()
+    return merged_linear(module)
 
 
 @torch.no_grad()

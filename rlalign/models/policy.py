@@ -3,12 +3,11 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -16,9 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlalign.assets import resolve, told_if_missing
+from rlalign.models.adapters import adapter_config, is_adapter_dropout
 from rlalign.models.attention import GROUPED
 from rlalign.models.compression import compressed_activations
+from rlalign.models.config import DTYPES, PolicyConfig
 from rlalign.models.fused import fuse
+from rlalign.models.quantized import settle
 from rlalign.models.reference import add_reference_adapter
 from rlalign.models.scoring import (
     TokenScores,
@@ -29,78 +31,6 @@ from rlalign.models.scoring import (
     token_scores,
 )
 from rlalign.models.sharding import gathered, share_products
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass
-class PolicyConfig:
-    """Which model to train, and which part of it."""
-
-    model: str = "embedded"
-    """Folder or hub name of a causal language model; ``embedded`` is the small one that comes with rlalign."""
-    lora_rank: int = 0
-    """Rank of LoRA adapters; 0 trains all weights."""
-    lora_alpha: float = 32.0
-    """Scale of the adapters: their output is multiplied by ``lora_alpha / lora_rank``."""
-    lora_dropout: float = 0.0
-    """Dropout before the adapters, active in the gradient pass only."""
-    lora_targets: list[str] | str = "all-linear"
-    """Names of the layers that get an adapter."""
-    adapter: str | None = None
-    """Folder of a trained LoRA adapter to continue from; it is also the reference."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the stored weights. Full training needs float32: small updates vanish in bfloat16. A LoRA base does not."""
-    dropout: bool = False
-    """Leave the model's own dropout on in the gradient pass."""
-    activation_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
-    compress_activations: Literal["bfloat16", "int8"] | None = None
-    """Keep activations for the backward pass in fewer bits (:mod:`rlalign.models.compression`): less memory, rough
-    gradients. Log-probabilities are as without."""
-    attn_implementation: str | None = None
-    """Attention kernel of transformers (``sdpa``, ``eager``, ``flash_attention_2``); by default its own choice, but
-    :func:`~rlalign.models.attention.grouped_attention` in place of ``sdpa`` on a CPU."""
-    fused_layers: bool = True
-    """Let norms, rotary positions and gates of layers like Llama's have gradients of their own, which keep half as much
-    (:mod:`rlalign.models.fused`); other models compute as transformers does."""
-    tf32: bool = False
-    """Let float32 matrix products use TensorFloat-32 on GPUs that have it."""
-    chunk_tokens: int = 1024
-    """Positions whose logits exist at once."""
-    share_prompts: bool | None = None
-    """Compute a prompt that several rows of a minibatch have in common once, forward and backward, and no padding:
-    equal but for rounding, and several times faster where prompts are longer than responses. By default wherever it can
-    be done (:func:`~rlalign.models.scoring.can_lay_flat`) and the rows at hand make it pay; not with dropout."""
-    trust_remote_code: bool = False
-    """Run model code that comes with the weights."""
-
-    def __post_init__(self) -> None:
-        if self.lora_rank < 0 or self.chunk_tokens < 1:
-            raise ValueError(
-                f"lora_rank must be >= 0 and chunk_tokens >= 1, got {self.lora_rank} and {self.chunk_tokens}."
-            )
-        if self.share_prompts and (self.dropout or self.lora_dropout):
-            raise ValueError(
-                "policy.share_prompts computes a prompt once, and dropout differs from row to row: use one of them."
-            )
-        if self.compress_activations and self.activation_checkpointing:
-            raise ValueError(
-                "policy.activation_checkpointing keeps next to no activations, policy.compress_activations fewer bits "
-                "of them: use one of them."
-            )
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout must be in [0, 1), got {self.lora_dropout}.")
-        if self.dtype == "bfloat16" and not self.uses_lora:
-            raise ValueError(
-                "policy.dtype=bfloat16 trains bfloat16 weights, which small updates do not move: use float32 weights "
-                "with --trainer.precision=bf16-mixed, or LoRA (policy.lora_rank) on a bfloat16 base."
-            )
-
-    @property
-    def uses_lora(self) -> bool:
-        """Whether only adapters are trained."""
-        return self.lora_rank > 0 or self.adapter is not None
 
 
 def locate_model(name: str) -> str:
@@ -133,7 +63,9 @@ def load_model(config: PolicyConfig) -> PreTrainedModel:
             dtype=DTYPES[config.dtype],
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
+            **config.quantization.options(),
         )
+    settle(model)
     if config.attn_implementation is None and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED)
     if config.fused_layers:
@@ -181,19 +113,15 @@ class Policy(nn.Module):
             self.lm = PeftModel.from_pretrained(base, config.adapter, is_trainable=True, torch_device="cpu")
             if with_reference:
                 self.lm.load_adapter(config.adapter, "reference", is_trainable=False, torch_device="cpu")
-        elif config.lora_rank:
-            lora = LoraConfig(
-                r=config.lora_rank,
-                lora_alpha=cast(int, config.lora_alpha),
-                lora_dropout=config.lora_dropout,
-                target_modules=config.lora_targets,
-                task_type="CAUSAL_LM",
+        elif config.uses_lora:
+            new = adapter_config(
+                config.adapter_type, config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_targets
             )
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                self.lm = get_peft_model(base, lora)
+                self.lm = get_peft_model(base, new)
                 if with_reference and moves_reference:
-                    add_reference_adapter(self.lm, lora)
+                    add_reference_adapter(self.lm, new)
         else:
             self.lm = base
             if with_reference:
@@ -309,8 +237,11 @@ class Policy(nn.Module):
                 ranks share products.
 
         Raises:
-            ValueError: If ranks are to share products of a model with adapters, or of one that does not allow it.
+            ValueError: If the weights are quantised, or ranks are to share products of a model with adapters, or of one
+                that does not allow it.
         """
+        if self.config.is_quantized:
+            raise ValueError("Weights of four bits (policy.quantization) cannot be sharded by FSDP2: use DDP.")
         self.keep_mirror()
         shared, mesh = mesh["tensor_parallel"], mesh["data_parallel"]
         if shared.size() > 1 and self.config.uses_lora:
@@ -365,7 +296,7 @@ class Policy(nn.Module):
         """Evaluation mode, but for the dropout asked for and activation checkpointing, which looks at ``training``."""
         chosen = []
         for name, module in self.lm.named_modules():
-            is_dropout = self.config.dropout or (self.config.lora_dropout > 0 and "lora_dropout" in name)
+            is_dropout = self.config.dropout or (self.config.lora_dropout > 0 and is_adapter_dropout(name))
             if is_dropout or (self.config.activation_checkpointing and isinstance(module, GradientCheckpointingLayer)):
                 module.training = True
                 chosen.append(module)
@@ -375,6 +306,13 @@ class Policy(nn.Module):
         finally:
             for module in chosen:
                 module.training = False
+
+    @property
+    def _is_rough(self) -> bool:
+        """Whether it computes in bfloat16 without being told to by autocast."""
+        quantization = self.config.quantization
+        is_rough = quantization.type is not None and quantization.compute_dtype == "bfloat16"
+        return is_rough or self.config.dtype == "bfloat16"
 
     @torch.no_grad()
     def _check_scores(self) -> None:
@@ -387,7 +325,7 @@ class Policy(nn.Module):
         got = token_scores(model, ids, mask, mask[:, 1:]).logprobs
         logits = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[:, :-1].float()
         want = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-        if not torch.allclose(got, want, atol=1e-3 if self.config.dtype == "float32" else 0.1):
+        if not torch.allclose(got, want, atol=0.1 if self._is_rough else 1e-3):
             raise ValueError(
                 f"{type(model).__name__} does something to its logits that rlalign does not know (log-probabilities "
                 f"differ by {(got - want).abs().max():.3g}); add it to rlalign.models.scoring.adjust_logits."

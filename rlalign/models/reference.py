@@ -1,9 +1,10 @@
 """A reference that follows the policy."""
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftConfig, PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -11,12 +12,15 @@ if TYPE_CHECKING:
     from rlalign.models.policy import Policy
 
 
-def add_reference_adapter(lm: PeftModel, config: LoraConfig) -> None:
+_OF_REFERENCE = re.compile(r"\.reference(?=\.|$)")  # LoRA's are modules of this name, those of others parameters
+
+
+def add_reference_adapter(lm: PeftModel, config: PeftConfig) -> None:
     """Give a model with a new adapter a second one, ``reference``, which adds nothing yet and is not trained."""
     lm.add_adapter("reference", config)
     lm.set_adapter("default")
     for name, parameter in lm.named_parameters():
-        if ".reference." in name:
+        if _OF_REFERENCE.search(name):
             parameter.requires_grad_(False)
 
 
@@ -58,7 +62,7 @@ def pairs_of_weights(policy: "Policy") -> list[tuple[nn.Parameter, nn.Parameter]
     if policy.reference is not None:
         return list(zip(policy.reference.parameters(), policy.lm.parameters(), strict=True))
     named = dict(policy.lm.named_parameters())
-    found = [name for name in named if ".reference." in name]
+    found = [name for name in named if _OF_REFERENCE.search(name)]
     if not found or not isinstance(policy.lm, PeftModel):
         raise ValueError("there is no reference with weights of its own.")
-    return [(named[name], named[name.replace(".reference.", ".default.")]) for name in found]
+    return [(named[name], named[_OF_REFERENCE.sub(".default", name)]) for name in found]

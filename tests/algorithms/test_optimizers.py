@@ -107,3 +107,46 @@ def test_freed_memory_is_kept_where_a_cpu_trains(tiny_model, prompts_file, monke
     monkeypatch.setattr("rlalign.algorithms.module.keep_freed_memory", lambda: called.append(1))
     fit(tiny_model, prompts_file)
     assert called
+
+
+# ---- moments of eight bits (bitsandbytes) ----------------------------------------------------------------------------
+
+
+def test_moments_of_eight_bits_move_weights_about_as_adamw_does():
+    optim = pytest.importorskip("bitsandbytes").optim
+    torch.manual_seed(0)
+    start, target = torch.randn(64, 128), torch.randn(64, 128)
+    ours, theirs, small = (torch.nn.Parameter(x.clone()) for x in (start, start, torch.zeros(8)))
+    short, long = optim.AdamW8bit([ours, small], lr=0.01), torch.optim.AdamW([theirs], lr=0.01, weight_decay=0.01)
+    for _ in range(30):
+        ours.grad, theirs.grad, small.grad = ours.detach() - target, theirs.detach() - target, torch.ones(8)
+        short.step()
+        long.step()
+    state = short.state[ours]
+    assert (state["state1"].dtype, state["state2"].dtype) == (torch.uint8, torch.uint8)
+    assert short.state[small]["state1"].dtype == torch.float32, "what is small keeps long moments"
+    moved = theirs.detach() - start
+    assert (ours.detach() - theirs.detach()).norm() < 0.1 * moved.norm()
+
+
+def test_a_run_with_four_bit_weights_and_eight_bit_moments_resumes_to_the_bit(prompts_file, tmp_path):
+    optim = pytest.importorskip("bitsandbytes").optim
+    policy = {"lora_rank": 32, "lora_dropout": 0.1, "quantization": {"type": "nf4"}, "dtype": "bfloat16"}
+
+    def run(iterations: int, checkpoint: str | None = None):
+        options = {"policy": policy, "optimizer": lambda parameters: optim.AdamW8bit(parameters, lr=1e-3)}
+        module, data, trainer = make_run("embedded", prompts_file, GRPO, {"max_epochs": iterations}, **options)
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+        return module, trainer
+
+    straight, _ = run(3)
+    _, trainer = run(2)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    assert any(torch.is_tensor(x) and x.dtype == torch.uint8 for each in state.values() for x in each.values())
+    resumed, _ = run(3, str(tmp_path / "a.ckpt"))
+    trained = {n: p for n, p in straight.policy.named_parameters() if p.requires_grad}
+    for name, parameter in resumed.policy.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter, trained[name]), name
+    assert any("lora_B" in name and bool(p.any()) for name, p in trained.items()), "it has learned something"

@@ -39,7 +39,7 @@ def test_the_weights_make_a_model_that_says_the_same_and_none_is_touched_kf53(ma
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"target_modules": ["q_proj"], "use_dora": True}, "not plain LoRA"),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, "cannot be merged"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, "modules_to_save"),
         ({"target_modules": ["lm_head"]}, "share their weight"),
         ({"target_modules": ["embed_tokens"]}, "share their weight"),
