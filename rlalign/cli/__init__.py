@@ -16,6 +16,7 @@ COMMANDS = {
     "check": ("rlalign.cli.check:main", "Show what the model will see, without training; arguments as for fit."),
     "pipeline": ("rlalign.cli.pipeline:main", "Run several stages, each from where the one before ended."),
     "recommend": ("rlalign.cli.recommend:main", "Say which method to use, why, and how to run it."),
+    "plan": ("rlalign.cli.plan:main", "Say what fits on which GPUs, with which strategy, and how to run it."),
     "export": ("rlalign.cli.export:main", "Turn a checkpoint into a Hugging Face folder."),
 }
 """Command -> where its ``main(argv)`` is, and what it does."""
