@@ -154,8 +154,8 @@ def show(request: "Request", ways: "Sequence[Option]", chosen: "Option | None") 
         least = min(ways, key=lambda way: way.found.peak)
         console.print(
             f"Nothing fits: the least is {least.found.peak / GIB:.1f} GiB a GPU, by {least.strategy.name} with "
-            f"{least.peft}, in its phase '{least.found.peak_phase}'. Take more or larger GPUs, a smaller model or shorter "
-            "responses.",
+            f"{least.peft}, in its phase '{least.found.peak_phase}'. Take more or larger GPUs, a smaller model or "
+            "shorter responses.",
             highlight=False,
         )
         return

@@ -133,16 +133,19 @@ def estimate(
     if setting.precision == "bf16-mixed" and not sharding.master and _weight_size(setting) == FLOAT32:
         copies = BFLOAT16 * shape.projections / sharding.tensor  # autocast's, kept for the backward pass
         copies = copies / shape.layers if work.checkpointing else copies
+    if method.critic:
+        whole_rows = work.rows * (work.prompt + work.response)
+        pairs_of_critic = whole_rows * (work.prompt + work.response)
+        alone = replace(setting, peft="full")
+        activations += kept_activations(shape, alone, work, whole_rows, pairs_of_critic, sharding.tensor)
     scored = 0 if method.scalar else _scored(work, method)
-    update = {
-        **lasting,
-        **gathered,
-        "activations": activations + copies,
-        "logits": _logits(shape, setting, work, scored),
-    }
+    logits = _logits(shape, setting, work, scored)
+    # When the gradients of a layer are there, the logits are gone.
+    activations += copies + max(_one_layer(shape, setting, tokens, sharding.tensor) - logits, 0.0)
+    update = {**lasting, **gathered, "activations": activations, "logits": logits}
     phases = {"update": update | (gradients if work.accumulates or not trained else {})}
     if not work.accumulates:
-        phases["backward"] = {**lasting, **gathered, **gradients, "activations": (activations + copies) / 2}
+        phases["backward"] = {**lasting, **gathered, **gradients, "activations": activations / 2}
     if method.reference or method.critic:
         inside = _one_layer(shape, setting, tokens, sharding.tensor)
         logits = min(scored, work.chunk) * shape.vocabulary * low + (_SCRATCH if setting.on_cpu else 0)
@@ -231,7 +234,7 @@ def _gathered_layers(shape: ModelShape, setting: Setting, sharding: Sharding) ->
 def _positions(work: Workload, method: MethodParts, setting: Setting) -> tuple[float, float]:
     """Positions of a minibatch, and pairs of a query and a key; prompts that rows share are there once."""
     rows = work.rows * method.sequences
-    shared = method.sequences if method.sequences > 1 else work.group
+    shared = method.sequences if method.sequences > 1 else work.group if method.samples else 1
     prompts = rows if method.scalar or setting.peft == "qlora" else math.ceil(rows / shared)
     tokens = prompts * work.prompt + rows * work.response
     scores = prompts * work.prompt**2 + rows * work.response * (work.prompt + work.response)
@@ -322,13 +325,3 @@ def _sampling(
             "sampler's weights": FLOAT32 * (shape.projections + shape.head),
         }
     return phases
-
-
-CPU_WASTE = 0.95
-"""Holes of the C library's heap, over what comes and goes in it; from three cases of ``scripts/check_plan.py``."""
-
-
-def on_cpu(found: Estimate) -> Estimate:
-    """The same in the memory of a process on a CPU, without its libraries."""
-    found.waste = CPU_WASTE
-    return found
