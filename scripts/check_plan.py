@@ -184,7 +184,7 @@ def run_case(name: str, folder: Path) -> None:
     """In a process of its own: train, and print the peak."""
     import rlalign.algorithms.module
     import rlalign.cli.classes
-    import rlalign.cli.trainer  # noqa: F401
+    import rlalign.cli.trainer
     from rlalign.cli import main
 
     def status(field: str) -> float:
