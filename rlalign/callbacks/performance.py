@@ -3,7 +3,7 @@
 import resource
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -157,7 +157,8 @@ def multiplied_weights(module: nn.Module) -> tuple[int, int]:
             continue
         if id(weight) not in seen:
             seen.add(id(weight))
-            numel = weight.quant_state.shape.numel() if is_quantized(part) else weight.numel()  # else two to a byte
+            shape = cast(Any, weight).quant_state.shape if is_quantized(part) else weight.shape  # else two to a byte
+            numel = shape.numel()
             forward += numel
             backward += numel * (2 if weight.requires_grad else 1)
     return forward, backward

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -80,7 +80,8 @@ def export(checkpoint_path: Path, out: Path, adapter: bool = False) -> str:
     _load_weights(module, checkpoint, "policy." if config else "scorer.", holds_not)
     model: Any = module.lm
     if isinstance(model, PeftModel) and not adapter:
-        model = _dequantized(module.model, config) if config and config.is_quantized else model.merge_and_unload()
+        trained = cast(Policy, module).model
+        model = _dequantized(trained, config) if config and config.is_quantized else model.merge_and_unload()
     if isinstance(module, ScalarModel):
         model = merge_adapters(module, name, code) if lora.get("lora_rank") else model
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
