@@ -96,7 +96,7 @@ def state_hash(tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         found.update(f"{name} {_dtype_name(tensor)} {list(tensor.shape)}\n".encode())
-        found.update(_bytes(tensor).numpy())
+        found.update(_bytes(tensor).numpy().data)
     return found.hexdigest()
 
 
@@ -156,7 +156,7 @@ def _compressed(data: Tensor) -> list[Tensor]:
     width = next(size for size in (8, 4, 2, 1) if len(data) % size == 0)
     planes = []
     for plane in data.view(-1, width).T.contiguous():
-        short = zlib.compress(plane.numpy(), _LEVEL)
+        short = zlib.compress(plane.numpy().data, _LEVEL)
         is_short = len(short) < len(plane)
         planes.append(torch.frombuffer(bytearray(short), dtype=torch.uint8) if is_short else plane.clone())
     return planes
@@ -167,7 +167,9 @@ def _decompressed(planes: list[Tensor], like: Tensor) -> Tensor:
     size = like.numel() * like.element_size()
     each = size // len(planes)
     whole = [
-        plane if len(plane) == each else torch.frombuffer(bytearray(zlib.decompress(plane.numpy())), dtype=torch.uint8)
+        plane
+        if len(plane) == each
+        else torch.frombuffer(bytearray(zlib.decompress(plane.numpy().data)), dtype=torch.uint8)
         for plane in planes
     ]
     return torch.stack(whole, 1).reshape(-1)

@@ -97,7 +97,10 @@ def study(method: str, model: str, iterations: int, held_out: int, rate: float |
     start, going_on = (tuned, []) if method == "full" else (model, [f"model.init_args.policy.adapter={tuned}"])
     found["after_sft"] = alone(run, words("validate", "grpo", method, start, [limit, *going_on]))
     print(f"{method}: {found['before']['pass@1']:.3f}, after SFT {found['after_sft']['pass@1']:.3f}", flush=True)
-    some = [f"trainer.max_epochs={iterations}", f"trainer.check_val_every_n_epoch={iterations}", limit]
+    # Dropout differs from row to row, so that a prompt is not computed once for all: minibatches keep that small.
+    some = ["data.init_args.prompts_per_iteration=8", "data.init_args.minibatch_size=16"]
+    some += ["trainer.accumulate_grad_batches=4", f"trainer.max_epochs={iterations}", limit]
+    some += [f"trainer.check_val_every_n_epoch={iterations}"]
     found["grpo"] = alone(run, words("fit", "grpo", method, start, [*some, *going_on]))
     return found
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lightning import Callback
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed import run_distributed
@@ -184,6 +185,41 @@ def test_a_run_with_each_and_its_resumption_to_the_bit(tiny_model, prompts_file,
     assert plain > 0
     assert {"none": 1, "fp16": 0.5, "bf16": 0.5}.get(kind, sent / plain) == pytest.approx(sent / plain)
     assert sent < 0.5 * plain or kind in ("none", "fp16", "bf16")
+
+
+def rolled_back(rank: int, model: str, prompts: str, kind: str, folder: str) -> tuple[list, list, list]:
+    """Sums of what a hook remembers: when it is saved, an iteration later, and after the checkpoint was read again."""
+    path = f"{folder}/rollback.ckpt"
+    sums: list[list[float]] = []
+
+    def note(trainer) -> None:
+        state = trainer.strategy.hook.state()["errors"]
+        sums.append([float(state[name].sum()) for name in sorted(state)])
+
+    class Rolls(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            note(trainer)
+            if trainer.current_epoch == 1:
+                trainer.save_checkpoint(path)
+            if trainer.current_epoch == 2:
+                trainer.strategy.load_checkpoint(path, weights_only=True)
+                note(trainer)
+
+    strategy = CompressedDDPStrategy(kind, process_group_backend="gloo", **OPTIONS.get(kind, {}))
+    trainer = {"strategy": strategy, "devices": dist_world(), "max_epochs": 3, "callbacks": [Rolls()]}
+    options = {"optimizer": one_bit_adam if kind == "onebit" else adam, "step_size": 8}
+    module, data, fitted = make_run(model, prompts, GRPO, trainer, **options)
+    fitted.fit(module, data)
+    return tuple(sums[1:])
+
+
+@pytest.mark.parametrize("kind", ["powersgd", "onebit"])
+def test_a_rollback_brings_back_what_hooks_remembered(tiny_model, prompts_file, tmp_path, kind):
+    ranks = run_distributed(rolled_back, tiny_model, prompts_file, kind, str(tmp_path))
+    for saved, later, back in ranks:
+        assert saved == back
+        assert saved != later
+    assert ranks[0] != ranks[1], "each has its own"
 
 
 def test_what_a_compression_lost_is_not_taken_by_another_run(tiny_model, prompts_file, tmp_path):

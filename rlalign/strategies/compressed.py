@@ -124,9 +124,11 @@ class CompressedDDPStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Take it out again, for the hook that is made later."""
+        """Take it out again, for the hook that there is (a rollback) or that is made later."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._restored = checkpoint.get(_KEY)
+        if self.hook is not None and self._restored is not None:
+            self._restore(self._restored)
         return checkpoint
 
     def _restore(self, restored: dict[str, Any]) -> None:
