@@ -157,7 +157,8 @@ def multiplied_weights(module: nn.Module) -> tuple[int, int]:
             continue
         if id(weight) not in seen:
             seen.add(id(weight))
-            numel = weight.quant_state.shape.numel() if is_quantized(part) else weight.numel()  # else two to a byte
+            packed: Any = weight  # two numbers a byte where they are of four bits
+            numel = packed.quant_state.shape.numel() if is_quantized(part) else weight.numel()
             forward += numel
             backward += numel * (2 if weight.requires_grad else 1)
     return forward, backward

@@ -6,7 +6,7 @@ that it can be merged for sampling and for export; and what differs between two 
 PiSSA, for one, moves a part of the base weights into the adapter, and has no reference left.
 """
 
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, VeraConfig
 
@@ -67,7 +67,7 @@ def adapter_config(kind: AdapterType, rank: int, alpha: float, dropout: float, t
         dropout: Before the adapter, for ``lora``, ``rslora``, ``dora`` and ``vera``.
         targets: Names of the layers that get one, or ``all-linear``: all linear layers but the last.
     """
-    task = {"task_type": "CAUSAL_LM", "target_modules": targets}
+    task: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": targets}
     if kind == "ia3":
         named = [targets] if isinstance(targets, str) else targets
         return IA3Config(feedforward_modules=[name for name in named if name in _OF_INPUT], **task)
@@ -78,7 +78,7 @@ def adapter_config(kind: AdapterType, rank: int, alpha: float, dropout: float, t
         return LoHaConfig(r=rank, alpha=scale, **task)
     if kind == "lokr":
         return LoKrConfig(r=rank, alpha=scale, **task)
-    variant = {"use_rslora": kind == "rslora", "use_dora": kind == "dora"}
+    variant: dict[str, Any] = {"use_rslora": kind == "rslora", "use_dora": kind == "dora"}
     return LoraConfig(r=rank, lora_alpha=scale, lora_dropout=dropout, **variant, **task)
 
 
