@@ -68,8 +68,8 @@ def summarize(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means of each hook, and its differences from plain all-reduce, seed by seed."""
     found = []
     plain = {r["seed"]: r["curve"][-1][1] for r in results if r["hook"] == "none"}
-    for hook in dict.fromkeys(r["hook"] for r in results):
-        mine = [r for r in results if r["hook"] == hook]
+    for hook in sorted({r["hook"] for r in results}, key=HOOKS.index):
+        mine = sorted((r for r in results if r["hook"] == hook), key=lambda r: r["seed"])
         ends = [r["curve"][-1][1] for r in mine]
         differences = [r["curve"][-1][1] - plain[r["seed"]] for r in mine]
         found.append(
@@ -93,7 +93,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.add_subplot()
-    for number, hook in enumerate(dict.fromkeys(r["hook"] for r in results)):
+    for number, hook in enumerate(sorted({r["hook"] for r in results}, key=HOOKS.index)):
         curves = [r["curve"] for r in results if r["hook"] == hook]
         places = [x for x, _ in curves[0]]
         for curve in curves:
@@ -113,13 +113,16 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--every", type=int, default=5, help="Iterations between measurements.")
     parser.add_argument("--hooks", nargs="+", default=list(HOOKS), choices=HOOKS, help="none is always there.")
-    parser.add_argument("--json", type=Path, help="Where to write all figures, after every run.")
+    parser.add_argument("--json", type=Path, help="Where all figures are kept; what it has is not run again.")
     parser.add_argument("--plot", type=Path, help="The PNG to draw.")
     parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="More options of rlalign fit.")
     given = parser.parse_args()
-    results = []
+    results = json.loads(given.json.read_text()) if given.json and given.json.exists() else []
+    there = {(r["hook"], r["seed"]) for r in results}
     for seed in range(given.seeds):
         for hook in dict.fromkeys(("none", *given.hooks)):
+            if (hook, seed) in there:
+                continue
             results.append(train(hook, seed, given.iterations, given.every, given.options))
             if given.json:
                 given.json.write_text(json.dumps(results, indent=1) + "\n")

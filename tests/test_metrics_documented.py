@@ -40,6 +40,7 @@ from rlalign.data.labelled import LabelledDataModule
 from rlalign.data.preferences import PreferenceDataModule
 from rlalign.models.policy import PolicyConfig
 from rlalign.rollouts.curriculum import DifficultyPools, EasyToHard, GrowingLevels, StratifiedWorkers
+from rlalign.strategies.hooks import MeanHook
 from runs import length_reward, make_run, make_trainer
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
@@ -107,6 +108,8 @@ def logged(tiny_model: str, tmp_path: Path) -> set[str]:
         module, data, runner = make_run(
             tiny_model, str(prompts), algorithm, trainer(name, *callbacks), **settings, **options
         )
+        if name == "grpo":
+            runner.strategy.hook = MeanHook()  # as CompressedDDPStrategy has, of which Performance logs the bytes
         runner.fit(module, data)
     runs_with_new_names(tiny_model, str(prompts), trainer, settings)
     names.seen = {

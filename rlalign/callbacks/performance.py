@@ -3,7 +3,7 @@
 import resource
 import sys
 import time
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -157,8 +157,8 @@ def multiplied_weights(module: nn.Module) -> tuple[int, int]:
             continue
         if id(weight) not in seen:
             seen.add(id(weight))
-            shape = cast(Any, weight).quant_state.shape if is_quantized(part) else weight.shape  # else two to a byte
-            numel = shape.numel()
+            packed: Any = weight  # two numbers a byte where they are of four bits
+            numel = packed.quant_state.shape.numel() if is_quantized(part) else weight.numel()
             forward += numel
             backward += numel * (2 if weight.requires_grad else 1)
     return forward, backward

@@ -90,7 +90,7 @@ def export(checkpoint_path: Path, out: Path, adapter: bool = False) -> str:
     return "AutoModelForCausalLM.from_pretrained" if config else "the reward LearnedReward"
 
 
-def _dequantized(trained: PreTrainedModel, config: PolicyConfig) -> PreTrainedModel:
+def _dequantized(trained: Any, config: PolicyConfig) -> PreTrainedModel:
     """A model of float32 weights that are those of four bits plus their adapters: rounding again would undo a part."""
     plain: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         locate_model(config.model), dtype=torch.float32, trust_remote_code=config.trust_remote_code

@@ -100,17 +100,17 @@ class CompressedDDPStrategy(DDPStrategy):
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.module.named_parameters()}
         if self.compression == "powersgd":
             return PowerSGDHook(names, self.warmup_steps, self.rank)
-        (optimizer,) = self._frozen_optimizers()
-        return OneBitHook(names, lambda: optimizer.is_frozen, optimizer.size_of)
+        # Lightning has the optimizers only once this is done.
+        return OneBitHook(names, lambda: self._one_bit_adam().is_frozen, lambda p: self._one_bit_adam().size_of(p))
 
-    def _frozen_optimizers(self) -> list[Any]:
+    def _one_bit_adam(self) -> Any:
         found = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
         if len(found) != 1 or not hasattr(found[0], "is_frozen"):
             raise ValueError(
                 "strategy.compression=onebit is for one optimizer, whose variance is frozen: set model.optimizer to "
                 "class_path: rlalign.algorithms.optimizers.OneBitAdam."
             )
-        return found
+        return found[0]
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from test_adapter_kinds import perturb, scores
+from test_kinds_of_adapters import perturb, scores
 from transformers import AutoModelForCausalLM
 
 from rlalign.assets import resolve
