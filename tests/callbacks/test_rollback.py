@@ -248,7 +248,7 @@ def on_rank(rank, name, model, prompts, folder):
     return train(), train(checkpoint(folder, 3))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "deepspeed_zero2"])
 def test_two_ranks_roll_back_together(strategy, tiny_model, prompts_file, tmp_path):
     first, second = run_distributed(on_rank, strategy, tiny_model, prompts_file, tmp_path)
     assert first == second
