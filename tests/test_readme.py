@@ -68,7 +68,7 @@ def test_every_command_line_parses(elsewhere, monkeypatch, capsys):
     monkeypatch.setattr(rlalign.cli.export, "export", lambda *args, **kwargs: exported.append((args, kwargs)))
     seen = set()
     for words in commands():
-        if (words[0] == "rlalign" and words[1] == "export") or words[:2] == ["rlalign", "recommend"]:
+        if words[0] == "rlalign" and words[1] in ("export", "recommend", "plan"):
             assert main(words[1:]) == 0
         elif words[:2] == ["rlalign", "pipeline"]:
             assert read_stages(elsewhere / words[2], {})
@@ -82,7 +82,7 @@ def test_every_command_line_parses(elsewhere, monkeypatch, capsys):
             assert words[:1] == [".venv/bin/python"]
             assert all((ROOT / word).exists() for word in words[1:] if "/" in word)
         seen.add(words[1])
-    assert {"fit", "check", "validate", "export", "recommend", "pipeline"} <= seen
+    assert {"fit", "check", "validate", "export", "recommend", "plan", "pipeline"} <= seen
     assert len(exported) == 1
 
 
