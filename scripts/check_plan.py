@@ -177,7 +177,7 @@ def arguments(case: Case, folder: Path) -> list[str]:
             f"--data.init_args.prompts_per_iteration={rows // case.group}",
         ]
         words += [f"--data.init_args.sampling.max_new_tokens={case.response}"]
-        words.append('--data.init_args.rewards={"varied": "check_plan.varied"}')
+        words.append('--data.init_args.rewards={"correct": "check_plan.varied"}')
     return [*words, *case.options]
 
 
