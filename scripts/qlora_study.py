@@ -2,7 +2,7 @@
 
 MODEL is the folder that ``scripts/smollm2.py`` writes. Each method, ``full`` or a file of configs/peft, takes it
 through two-digit sums as docs/smollm2.md does: SFT on demonstrations, then some iterations of GRPO from there. An
-adapter goes on as an adapter on the same base: merged weights that are rounded to four bits again lose what it learned.
+adapter goes on as an adapter on the same base: merged weights, rounded to four bits again, would be others.
 Every stage is a process of its own, so that its peak memory is its own; pass@1 is measured on the same held-out
 problems before, between and after, with 95% intervals (Wilson) and the method's own weights (of four bits, say).
 
