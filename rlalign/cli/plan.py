@@ -71,8 +71,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"rlalign: error: {error}", file=sys.stderr)
         return 2
     scalar = METHODS[options.method].scalar
-    if scalar and options.peft not in ("auto", "full"):
-        print(f"rlalign: error: --peft {options.peft}: a reward model trains all of its weights.", file=sys.stderr)
+    if scalar and options.peft == "qlora":
+        print("rlalign: error: --peft qlora: a reward model trains all of its weights, or LoRA.", file=sys.stderr)
         return 2
     pefts: tuple[Peft, ...] = ("full", "lora", "qlora") if options.peft == "auto" else (options.peft,)
     request = Request(

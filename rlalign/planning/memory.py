@@ -182,9 +182,9 @@ def _compute_size(setting: Setting) -> float:
 
 
 def _trained(shape: ModelShape, method: MethodParts, setting: Setting) -> int:
-    """Trained weights, a critic's among them; a reward model has none that is adapted."""
+    """Trained weights, a critic's among them."""
     body = shape.parameters - (shape.head if shape.parameters - shape.projections >= 2 * shape.head else 0)
-    if method.scalar:
+    if method.scalar and setting.peft == "full":
         return body
     own = shape.parameters if setting.peft == "full" else shape.adapters(setting.rank)
     return own + (body if method.critic else 0)
@@ -193,7 +193,7 @@ def _trained(shape: ModelShape, method: MethodParts, setting: Setting) -> int:
 def _lasting(shape: ModelShape, method: MethodParts, setting: Setting, sharding: Sharding) -> dict[str, float]:
     """What is there in every phase, by part."""
     full = _model_bytes(shape, setting)
-    adapters = 0 if setting.peft == "full" or method.scalar else FLOAT32 * shape.adapters(setting.rank)
+    adapters = 0 if setting.peft == "full" else FLOAT32 * shape.adapters(setting.rank)
     body = shape.parameters - (shape.head if shape.parameters - shape.projections >= 2 * shape.head else 0)
     if sharding.master and setting.precision == "bf16-mixed" and setting.peft == "full":
         full /= 2

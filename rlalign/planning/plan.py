@@ -61,8 +61,8 @@ def options_of(request: Request) -> list[Option]:
     """Every way to train it, the best first: all weights before adapters, simple strategies before others."""
     ways = []
     for peft in request.pefts:
-        if peft != "full" and request.parts.scalar:
-            continue
+        if peft == "qlora" and request.parts.scalar:
+            continue  # a reward model has none
         for strategy in STRATEGIES:
             if peft == "qlora" and strategy.name not in ("single", "ddp"):
                 continue  # four-bit weights are not spread
@@ -84,7 +84,8 @@ def _option(request: Request, strategy: StrategyKind, peft: Peft, checkpointing:
     if sharding is None:
         return None
     ranks = request.gpus.count // sharding.tensor
-    base = "float32" if peft == "full" or request.precision == "32-true" else "bfloat16"
+    is_wide = peft == "full" or request.precision == "32-true" or request.parts.scalar
+    base = "float32" if is_wide else "bfloat16"
     rank = 64 if peft == "qlora" else request.rank
     setting = Setting(peft, rank, request.precision, base)  # type: ignore[arg-type]
 
@@ -121,7 +122,7 @@ def command(request: Request, option: Option) -> str:
     words = ["rlalign fit", "--config configs/base.yaml", f"--config configs/{request.method}.yaml"]
     if option.strategy.config:
         words.append(f"--config configs/strategies/{option.strategy.config}.yaml")
-    if option.peft != "full":
+    if option.peft != "full" and not request.parts.scalar:
         words.append(f"--config configs/peft/{option.peft}.yaml")
     words += [f"--{policy}.model={request.shape.name}", f"--trainer.precision={request.precision}"]
     if request.gpus.count > 1:

@@ -34,6 +34,13 @@ def test_nothing_fits(capsys):
     assert "Nothing fits: the least is" in capsys.readouterr().out
 
 
+def test_a_reward_model_with_adapters(capsys):
+    assert main([*ARGUMENTS[:-1], "reward_model", "--peft", "lora", "--json"]) == 0
+    command = json.loads(capsys.readouterr().out)["recommended"]["command"]
+    assert "--model.init_args.lora_rank=16" in command
+    assert "configs/peft" not in command
+
+
 def test_a_config_of_ones_own(tmp_path, capsys):
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 128, "vocab_size": 300}))
@@ -47,7 +54,7 @@ def test_a_config_of_ones_own(tmp_path, capsys):
         (["--model", "qwen3.5-7c"], "qwen2.5-7b"),
         (["--gpus", "many"], "8xA100-40GB"),
         (["--prompt", "0"], "--prompt must be at least 1"),
-        (["--method", "reward_model", "--peft", "lora"], "all of its weights"),
+        (["--method", "reward_model", "--peft", "qlora"], "all of its weights, or LoRA"),
     ],
 )
 def test_bad_input_is_one_sentence(words, told, capsys):
