@@ -1,10 +1,12 @@
 """The files of configs/strategies: each runs, and spreads what it says."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.tensor import DTensor
 
 from distributed import run_distributed
@@ -52,3 +54,10 @@ def test_it_runs_and_spreads_what_it_says(tiny_model, prompts_file, name):
         assert weights == pytest.approx(0.5 if name in SPREADS_WEIGHTS else 1.0, abs=0.07)
         assert moments_ == pytest.approx(1.0 if name in KEEPS_MOMENTS else 0.5, abs=0.07)
         assert is_whole == (name not in SPREADS_WEIGHTS)
+
+
+def test_fsdp1_is_refused_kf87(tiny_model, prompts_file):
+    module, _, _ = make_run(tiny_model, prompts_file)
+    module._trainer = SimpleNamespace(strategy=FSDPStrategy(), precision="32-true")
+    with pytest.raises(ValueError, match=r"FSDPStrategy \(FSDP1\) .* use rlalign.strategies.fsdp2.FSDP2Strategy"):
+        module.configure_model()
